@@ -1,0 +1,821 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "torch==2.13.0",
+#   "numpy==2.4.6",
+#   "pillow==13.0.0",
+#   "pytest==9.2.0",
+#   "hypothesis==6.170.15",
+# ]
+# ///
+"""Bayesian online meta-learning: few-shot learning on one dataset after another, without forgetting.
+
+A reproduction of Yap, Ritter and Barber, "Addressing Catastrophic Forgetting in Few-Shot Problems", ICML 2021.
+One module, read top to bottom:
+
+    Configuration   the paper's Tables 1 and 2, the experiments, the methods
+    Data            six loaders' worth of classes in one shape, generated stand-ins, sampling of tasks (Section 2)
+    Network         4 x (conv, batch norm, max-pool, ReLU), linear; a function of a dictionary of parameters
+    Adaptation      Eq. 1, the second-order meta-gradient of Eq. 2
+    Evaluation      adapt to unseen classes, score the query set
+    Run             Algorithm 1: for each dataset train, evaluate on all, carry forward; record and checkpoint
+    Report          summary, table, figure: drawn from the records alone
+    Command line    python boml.py triathlon --help
+"""
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a busy-waiting second thread is 15x slower on a shared core
+
+import argparse, dataclasses, hashlib, inspect, json, math, multiprocessing, re, shutil, sys, time, zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+# ----------------------------------------------------------------------------------------------- Configuration
+
+
+@dataclass(frozen=True)
+class Config:  # the defaults are the paper's schedule; each comment below is also the option's --help
+    way: int = 5  # N, classes of a task
+    shot: int = 1  # K, support images per class
+    query: int = 15  # query images per class, in training and in evaluation
+    filters: int = 64  # of each conv layer
+    meta_batch: int = 32  # M, tasks per meta-batch
+    iterations: int = 5000  # J, meta-training iterations per dataset
+    outer_rate: float = 0.001  # Adam's learning rate
+    inner_rate: str = ""  # alpha, one value or one per dataset; empty: each dataset's own (Table 2)
+    inner_steps: str = ""  # k in meta-training, likewise
+    eval_steps: str = ""  # k in meta-evaluation, likewise
+    eval_tasks: int = 100  # tasks of each evaluation of each dataset
+    eval_every: int = 500  # iterations between evaluations on every dataset of the sequence
+    split: str = "test"  # classes to evaluate on: test, or val to choose settings by
+
+
+class Setting(NamedTuple):  # Table 2, a row per dataset
+    classes: tuple[int, int, int]  # for training, validation, test
+    inner_rate: float  # alpha
+    inner_steps: int  # k in meta-training
+    eval_steps: int  # k in meta-evaluation
+    decay: tuple[float, ...] = ()  # the outer rate falls x 0.1 at these fractions of J
+    turns: int = 1  # 4: each rotation by a quarter turn is a class of its own
+    stand_in: str = ""  # the generated dataset that takes its place when it is not there
+
+
+DATASETS = {
+    "omniglot": Setting((1100, 100, 423), 0.4, 1, 3, turns=4, stand_in="generated_characters"),
+    "mini_quickdraw": Setting((241, 52, 52), 0.2, 3, 5, (0.5,), stand_in="generated_doodles"),
+    "cifar_fs": Setting((64, 16, 20), 0.1, 5, 10, (0.5,), stand_in="generated_textures"),
+    "generated_characters": Setting((220, 40, 80), 0.4, 1, 3),
+    "generated_doodles": Setting((200, 40, 60), 0.2, 3, 5, (0.5,)),
+    "generated_textures": Setting((200, 40, 60), 0.1, 5, 10, (0.5,)),
+}
+SCHEDULES = {  # `paper` is Config's defaults (Table 1); `cpu` is the same network and rates on fewer, smaller meta-batches
+    "paper": {},
+    "cpu": dict(query=5, meta_batch=4, iterations=250, eval_every=125),
+}
+EXPERIMENTS = {"triathlon": ("omniglot", "mini_quickdraw", "cifar_fs")}
+
+
+class Method(NamedTuple):
+    label: str
+    data: str  # what it trains on: "current" dataset, "all" so far, or a "buffer" of past tasks
+    start: str  # where each dataset's training starts: "previous" parameters, or "scratch"
+    colour: str
+
+
+METHODS = {  # in the order that shows the contrast early
+    "maml": Method("Sequential MAML", "current", "previous", "#d55e00"),
+    "toe": Method("Train-On-Everything", "all", "scratch", "#0072b2"),
+    "ftml": Method("Follow-The-Meta-Leader", "buffer", "previous", "#009e73"),
+}
+
+
+class Problem(Exception):
+    """Something the person can put right: shown as one sentence, exit status 2."""
+
+
+def need(condition, sentence: str):
+    if not condition:
+        raise Problem(sentence)
+
+
+# -------------------------------------------------------------------------------------------------------- Data
+# data_prep.py packs every real dataset into data/<name>.npz: images (n, 28, 28[, 3]) uint8, labels (n,) sorted,
+# names (classes,). A dataset lives on the device as bytes; a meta-batch becomes float when it is sampled.
+
+CIFAR_FS_SPLIT = {  # Bertinetto et al. 2019; all other classes are for training
+    "val": "beaver beetle butterfly camel cattle crab crocodile flatfish lamp maple_tree motorcycle otter sea shark "
+           "television tractor",
+    "test": "baby bed bicycle chimpanzee fox leopard man pickup_truck plain poppy rocket rose snail sweet_pepper "
+            "table telephone wardrobe whale woman worm",
+}
+
+
+class Dataset(NamedTuple):
+    name: str
+    kind: str  # "real" or "generated"
+    setting: Setting
+    images: Tensor  # (n, C, 28, 28) uint8, sorted by class
+    first: Tensor  # (classes,) index of each class's first image
+    count: Tensor  # (classes,) its number of images
+    splits: dict[str, Tensor]  # train, val, test: indices of classes
+    most: int  # the largest count
+    turns: int  # 4 where rotated classes count as classes
+
+
+def load_dataset(name: str, folder: Path, device="cpu") -> Dataset:
+    """data/<name>.npz, or a drawing from memory for a generated dataset, as classes and their split."""
+    if name in DRAW:
+        pictures, labels = zip(*DRAW[name](np.random.default_rng(0), sum(DATASETS[name].classes)))
+        images, labels, names = np.stack(pictures), np.array(labels), [f"{c:04d}" for c in range(1 + labels[-1])]
+    else:
+        images, labels, names = read_npz(folder / f"{name}.npz")
+    if images.ndim == 3:
+        images = images[..., None]
+    count = np.bincount(labels, minlength=len(names))
+    splits = split_classes(name, list(names))
+    on_device = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device)
+    return Dataset(
+        name, "generated" if name in DRAW else "real", DATASETS[name], on_device(images.transpose(0, 3, 1, 2)),
+        on_device(np.cumsum(count) - count), on_device(count), {s: on_device(np.array(c)) for s, c in splits.items()},
+        int(count.max()), DATASETS[name].turns,
+    )
+
+
+def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as z:
+            images, labels, names = z["images"], z["labels"], z["names"]
+    except FileNotFoundError:
+        raise Problem(f"{path} is not there; make it with: bash run.sh data")
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise Problem(f"{path} is damaged ({error}); delete it and make it again with: bash run.sh data")
+    sound = images.dtype == np.uint8 and images.shape[1:3] == (28, 28) and images.shape[3:] in ((), (3,))
+    sound = sound and labels.shape == images.shape[:1] and len(labels) and (np.diff(labels) >= 0).all()
+    need(sound and set(labels) == set(range(len(names))), f"{path} does not hold 28x28 uint8 images sorted by class; "
+         "delete it and make it again with: bash run.sh data")
+    return images, labels, names
+
+
+def split_classes(name: str, names: list[str]) -> dict[str, list[int]]:
+    """The published split where there is one, else at random: in the order of the names' md5, the same everywhere."""
+    if name == "cifar_fs":
+        parts = {s: CIFAR_FS_SPLIT[s].split() for s in ("val", "test")}
+        parts["train"] = [n for n in names if n not in parts["val"] + parts["test"]]
+    else:
+        a, b, c = DATASETS[name].classes
+        shuffled = sorted(names, key=lambda n: hashlib.md5(n.encode()).digest())
+        parts = {"train": shuffled[:a], "val": shuffled[a : a + b], "test": shuffled[a + b : a + b + c]}
+    found = tuple(len(set(parts[s]) & set(names)) for s in ("train", "val", "test"))
+    need(found == DATASETS[name].classes, f"{name} splits into {found} classes for training, validation and test, "
+         f"not {DATASETS[name].classes}; delete its file and make it again with: bash run.sh data")
+    return {s: sorted(names.index(n) for n in part) for s, part in parts.items()}
+
+
+def wobble(rng, points, jitter, turn, stretch):
+    """One person's hand: jitter points (n, 2) of the square [-1, 1]^2, then turn, stretch and shift them all."""
+    a = rng.normal(0, turn)
+    turned = np.array([[np.cos(a), -np.sin(a)], [np.sin(a), np.cos(a)]]) @ (np.eye(2) + rng.normal(0, stretch, (2, 2)))
+    return (points + rng.normal(0, jitter, points.shape)) @ turned.T + rng.normal(0, stretch / 2, 2)
+
+
+def ink(lines, width):
+    """Dark lines on white, drawn at three times the size for smooth edges."""
+    image = Image.new("L", (84, 84), 255)
+    for line in lines:
+        ImageDraw.Draw(image).line([tuple(p) for p in (line * 0.75 + 1) * 42], 0, width, joint="curve")
+    return np.asarray(image.resize((28, 28), Image.Resampling.BILINEAR))
+
+
+def draw_characters(rng, classes, each=20):
+    """A class is two to four curved strokes; each drawing bends, turns and stretches them."""
+    t = np.linspace(0, 1, 12)[:, None]
+    bezier = np.concatenate([(1 - t) ** 2, 2 * t * (1 - t), t * t], 1)  # (12, 3)
+    for c in range(classes):
+        knots = rng.uniform(-1, 1, (rng.integers(2, 5), 3, 2))
+        for _ in range(each):
+            hand = wobble(rng, knots.reshape(-1, 2), 0.1, 0.12, 0.12).reshape(knots.shape)
+            yield ink(bezier @ hand, int(rng.integers(4, 7))), c
+
+
+def draw_doodles(rng, classes, each=30):
+    """A class is two to four outlines of polygons; each doodle moves, scales, mirrors them and adds a stray line."""
+    for c in range(classes):
+        parts = [(rng.integers(3, 8), rng.uniform(-0.5, 0.5, 2), rng.uniform(0.2, 0.6, 2), rng.uniform(0, 6.3))
+                 for _ in range(rng.integers(2, 5))]
+        for _ in range(each):
+            lines = [rng.uniform(-1, 1, 2) + rng.normal(0, 0.3, (4, 2))]
+            for corners, centre, radius, phase in parts:
+                t = np.linspace(0, 2 * np.pi, corners + 1)[:, None] + phase
+                size = radius * rng.lognormal(0, 0.25)
+                lines.append(centre + rng.normal(0, 0.12, 2) + size * np.concatenate([np.cos(t), np.sin(t)], 1))
+            hand = wobble(rng, np.concatenate(lines), 0.04, 0.3, 0.15) * [rng.choice([-1, 1]), 1]
+            yield ink(np.split(hand, np.cumsum([len(line) for line in lines])[:-1]), int(rng.integers(2, 5))), c
+
+
+def draw_textures(rng, classes, each=40):
+    """A class is two colours and a pattern of waves; each image shifts both, adds noise and a disc that hides a part."""
+    y, x = np.mgrid[-1:1:28j, -1:1:28j]
+    for c in range(classes):
+        colours, pitch, angle = rng.uniform(40, 215, (2, 3)), rng.uniform(2, 9), rng.uniform(0, np.pi)
+        mix, sharp = rng.uniform(0, 1), rng.uniform(0.5, 4)
+        for _ in range(each):
+            a, f, shift = angle + rng.normal(0, 0.25), pitch * rng.lognormal(0, 0.15), rng.uniform(0, 6.3, 3)
+            along, across = np.cos(a) * x + np.sin(a) * y, np.cos(a) * y - np.sin(a) * x
+            wave = (1 - mix) * np.sin(f * along + shift[0])
+            wave += mix * np.sin(1.3 * f * across + shift[1]) * np.sin(2 * x + shift[2])
+            m = 1 / (1 + np.exp(-sharp * wave))[..., None]
+            light, dark = colours + rng.normal(0, 28, (2, 3))
+            image = (m * light + (1 - m) * dark) * rng.uniform(0.6, 1.2) + rng.normal(0, 22, (28, 28, 3))
+            (u, v), radius = rng.uniform(-0.7, 0.7, 2), rng.uniform(0.2, 0.5)
+            image[(x - u) ** 2 + (y - v) ** 2 < radius**2] = rng.uniform(20, 235, 3)
+            yield image.clip(0, 255).astype(np.uint8), c
+
+
+DRAW = {
+    "generated_characters": draw_characters,
+    "generated_doodles": draw_doodles,
+    "generated_textures": draw_textures,
+}
+
+
+def load_sequence(experiment: str, cfg: Config, folder: Path, device="cpu") -> list[Dataset]:
+    """The experiment's datasets; a generated one stands in, under its own name, for each that is not in the folder."""
+    names = [n if (folder / f"{n}.npz").exists() else DATASETS[n].stand_in for n in EXPERIMENTS[experiment]]
+    sequence = [load_dataset(n, folder, device) for n in names]
+    for field in ("inner_rate", "inner_steps", "eval_steps"):
+        values = [v for v in getattr(cfg, field).split(",") if v]
+        need(len(values) in (0, 1, len(names)), f"--{field.replace('_', '-')} {getattr(cfg, field)} has "
+             f"{len(values)} values; give one, or one for each of the {len(names)} datasets.")
+        kind = float if field == "inner_rate" else int
+        for j, v in enumerate(values and values * (len(names) // len(values))):
+            sequence[j] = sequence[j]._replace(setting=sequence[j].setting._replace(**{field: kind(v)}))
+    for data in sequence:
+        fewest = int(data.count.min())
+        need(fewest >= cfg.shot + cfg.query, f"{data.name} has a class of {fewest} images, too few for "
+             f"{cfg.shot} shot + {cfg.query} queries; use --query {fewest - cfg.shot} or fewer.")
+        smallest = min(len(c) for c in data.splits.values()) * data.turns
+        need(cfg.way <= smallest, f"{data.name} has a split of {smallest} classes; use --way {smallest} or fewer.")
+    return sequence
+
+
+def stream(device, *key) -> torch.Generator | None:
+    """A generator seeded by what it is for, so that a resumed run draws exactly what the unbroken one did."""
+    seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little") >> 1
+    return None if torch.device(device).type == "meta" else torch.Generator(device).manual_seed(seed)
+
+
+def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Tensor:
+    """Tasks as indices (T, N, K+Q) of images: a uniformly random ordered choice of classes, then of their images.
+
+    The index i + n r stands for image i of n, turned r times by 90 degrees.
+    """
+    device, classes = data.images.device, data.splits[split]
+    u = torch.rand(tasks, data.turns * len(classes), generator=rng, device=device)
+    chosen = u.topk(cfg.way).indices  # (T, N): the largest of random numbers are a random choice without repetition
+    turn, c = chosen // len(classes), classes[chosen % len(classes)]
+    u = torch.rand(tasks, cfg.way, data.most, generator=rng, device=device)
+    u = u.masked_fill(torch.arange(data.most, device=device) >= data.count[c][..., None], -1)
+    image = data.first[c][..., None] + u.topk(cfg.shot + cfg.query).indices
+    return turn[..., None] * len(data.images) + image
+
+
+def fetch(data: Dataset, index: Tensor, cfg: Config, channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Indices (T, N, K+Q) -> x_s (T, NK, C, 28, 28), y_s (T, NK), x_q (T, NQ, C, 28, 28), y_q (T, NQ)."""
+    x = still = data.images[index % len(data.images)]
+    for r in range(1, data.turns):
+        x = torch.where((index // len(data.images) == r)[..., None, None, None], still.rot90(r, (-2, -1)), x)
+    low, high = x.amin((-3, -2, -1), keepdim=True), x.amax((-3, -2, -1), keepdim=True)
+    x = (x - low) / (high - low).clamp(min=1).float()  # each image to [0, 1]
+    x = x.expand(*x.shape[:3], channels, 28, 28)
+    y = torch.arange(cfg.way, device=x.device)[:, None].expand(index.shape)  # classes come in random order
+    parts = [part for a, b in ((0, cfg.shot), (cfg.shot, None)) for part in (x[:, :, a:b], y[:, :, a:b])]
+    return tuple(part.flatten(1, 2) for part in parts)
+
+
+# ----------------------------------------------------------------------------------------------------- Network
+# Parameters are a dictionary of tensors with a leading task axis T: every task owns a copy, and T networks run as one
+# with grouped convolutions, whose channel groups are the tasks. Native batch norm then has per-task statistics.
+
+Params = dict[str, Tensor]
+
+
+def init_params(cfg: Config, channels: int, rng, device="cpu") -> Params:
+    """Uniform in +-1/sqrt(fan-in), as torch.nn's layers; no conv biases: batch norm's own mean would cancel them."""
+    p, width = {}, channels
+    for i in range(1, 5):
+        p[f"conv{i}.weight"] = (torch.rand(cfg.filters, width, 3, 3, generator=rng) * 2 - 1) / math.sqrt(9 * width)
+        p[f"norm{i}.weight"], p[f"norm{i}.bias"] = torch.ones(cfg.filters), torch.zeros(cfg.filters)
+        width = cfg.filters
+    p["linear.weight"] = (torch.rand(cfg.way, width, generator=rng) * 2 - 1) / math.sqrt(width)
+    p["linear.bias"] = torch.zeros(cfg.way)
+    return {n: v.to(device).requires_grad_() for n, v in p.items()}
+
+
+def layer(p: Params, name: str, x: Tensor) -> Tensor:
+    """One layer of T networks: conv or batch norm on x (B, T*C, H, W), or linear on x (T, B, D)."""
+    w = p[f"{name}.weight"]
+    if name.startswith("conv"):
+        return F.conv2d(x, w.flatten(0, 1), padding=1, groups=len(w))
+    if name.startswith("norm"):  # always the batch's own statistics, also in evaluation: transductive, as in MAML
+        return F.batch_norm(x, None, None, w.flatten(), p[f"{name}.bias"].flatten(), training=True)
+    return x @ w.mT + p[f"{name}.bias"][:, None]
+
+
+def network(p: Params, x: Tensor, layer=layer) -> Tensor:
+    """Logits (T, B, N) of T networks for x (T, B, C, 28, 28). Pass another `layer` to watch or to sample."""
+    T = len(x)
+    x = x.transpose(0, 1).flatten(1, 2)  # (B, T*C, 28, 28)
+    x = x.contiguous(memory_format=torch.channels_last if T == 1 else torch.contiguous_format)  # the faster of the two
+    for i in range(1, 5):
+        x = layer(p, f"norm{i}", layer(p, f"conv{i}", x))
+        x = F.relu(F.max_pool2d(x, 2))  # the same as ReLU first, on a quarter of the values
+    return layer(p, "linear", x.reshape(len(x), T, -1).transpose(0, 1))
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Mean over the images of each task: (T, B, N), (T, B) -> (T,)."""
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
+
+
+# -------------------------------------------------------------------------------------------------- Adaptation
+
+
+def adapt(p: Params, x: Tensor, y: Tensor, rate: float, steps: int, second_order=False) -> tuple[Params, Tensor]:
+    """Eq. 1: `steps` steps of SGD on the support loss, all tasks at once. Also that loss (T,) before the first."""
+    first = None
+    for _ in range(steps):
+        loss = cross_entropy(network(p, x), y)
+        first = loss if first is None else first
+        grads = torch.autograd.grad(loss.sum(), list(p.values()), create_graph=second_order)
+        p = {n: v - rate * g for (n, v), g in zip(p.items(), grads)}
+        if not second_order:
+            p = {n: v.detach().requires_grad_() for n, v in p.items()}
+    return p, first
+
+
+def spread(theta: Params, tasks: int) -> Params:
+    """Every task's own view of the shared parameters."""
+    return {n: v.expand(tasks, *v.shape) for n, v in theta.items()}
+
+
+def meta_gradient(theta: Params, batch, rate: float, steps: int, support_weight: float) -> tuple[Tensor, list[Tensor]]:
+    """Sum over tasks of L(adapted, query) [Eq. 2] + support_weight L(theta, support) [Eq. 8], and its gradient.
+
+    The true, second-order gradient, in two parts to save memory: dL/d(adapted) first, a few tasks at a time with
+    nothing kept, then one backward pass through the adaptation of all tasks with it as the cotangent.
+    """
+    x_s, y_s, x_q, y_q = batch
+    T = len(x_s)
+    adapted, first = adapt(spread(theta, T), x_s, y_s, rate, steps, second_order=True)
+    chunk = 1 if x_s.device.type == "cpu" else T  # on a CPU one task's activations stay in cache
+    loss, cotangents = support_weight * first.detach().sum(), []
+    for part in (slice(t, t + chunk) for t in range(0, T, chunk)):
+        leaf = {n: v[part].detach().requires_grad_() for n, v in adapted.items()}
+        query_loss = cross_entropy(network(leaf, x_q[part]), y_q[part]).sum()
+        cotangents.append(torch.autograd.grad(query_loss, list(leaf.values())))
+        loss = loss + query_loss.detach()
+    outputs, weights = list(adapted.values()), [torch.cat(c) for c in zip(*cotangents)]
+    if support_weight:
+        outputs, weights = outputs + [first], weights + [torch.full_like(first, support_weight)]
+    return loss, list(torch.autograd.grad(outputs, list(theta.values()), weights))
+
+
+# -------------------------------------------------------------------------------------------------- Evaluation
+
+
+def evaluate(theta: Params, data: Dataset, cfg: Config, channels: int, seed: int) -> dict[str, float]:
+    """Accuracy and negative log-likelihood on the query sets of unseen classes, the same tasks for every method."""
+    device = data.images.device
+    index = sample_tasks(data, cfg.split, cfg.eval_tasks, cfg, stream(device, seed, "evaluate", data.name))
+    accuracy, nll = [], []
+    for part in index.split(20):
+        x_s, y_s, x_q, y_q = fetch(data, part, cfg, channels)
+        p = {n: v.detach().requires_grad_() for n, v in spread(theta, len(part)).items()}
+        p, _ = adapt(p, x_s, y_s, data.setting.inner_rate, data.setting.eval_steps)
+        chunk = 1 if device.type == "cpu" else len(part)
+        with torch.no_grad():
+            for s in (slice(t, t + chunk) for t in range(0, len(part), chunk)):
+                logits = network({n: v[s] for n, v in p.items()}, x_q[s])
+                accuracy.append((logits.argmax(-1) == y_q[s]).float().mean(1))
+                nll.append(cross_entropy(logits, y_q[s]))
+    accuracy, nll = torch.cat(accuracy).double(), torch.cat(nll).double()
+    ci95 = 1.96 * accuracy.std() / math.sqrt(len(accuracy)) if len(accuracy) > 1 else accuracy.new_tensor(0.0)
+    return dict(accuracy=accuracy.mean().item(), ci95=ci95.item(), nll=nll.mean().item(), tasks=len(accuracy))
+
+
+# --------------------------------------------------------------------------------------------------------- Run
+
+
+class Tasks:
+    """The meta-batches of a method: lists of (dataset, indices of its tasks)."""
+
+    def __init__(self, source: str, sequence: list[Dataset], cfg: Config, seed: int):
+        self.source, self.sequence, self.cfg, self.seed = source, sequence, cfg, seed
+        self.buffer: list[Tensor] = []  # of each dataset so far, its tasks so far: (J*M, N, K+Q), filled as they arrive
+
+    def plan(self, t: int, i: int) -> list[int]:
+        """How many tasks of this meta-batch come from each of the datasets 0..t."""
+        M, J = self.cfg.meta_batch, self.cfg.iterations
+        if self.source == "current":
+            return [0] * t + [M]
+        if self.source == "all":  # evenly; what does not divide goes round
+            owners = torch.tensor([(i * M + m) % (t + 1) for m in range(M)])
+        else:  # uniformly over all tasks in the buffer; drawn on the host, which needs the counts
+            sizes = torch.tensor([J * M] * t + [(i + 1) * M], dtype=torch.double)
+            owners = sizes.multinomial(M, replacement=True, generator=stream("cpu", self.seed, "plan", t, i))
+        return torch.bincount(owners, minlength=t + 1).tolist()
+
+    def batch(self, t: int, i: int) -> list[tuple[Dataset, Tensor]]:
+        rng = stream(self.sequence[t].images.device, self.seed, "train", t, i)
+        if self.source == "buffer":
+            self.arrive(t, i, rng)
+        batch = []
+        for j, tasks in enumerate(self.plan(t, i)):
+            if tasks and self.source == "buffer":
+                size = self.cfg.meta_batch * (self.cfg.iterations if j < t else i + 1)
+                rows = torch.randint(size, (tasks,), generator=rng, device=self.buffer[j].device)
+                batch.append((self.sequence[j], self.buffer[j][rows]))
+            elif tasks:
+                batch.append((self.sequence[j], sample_tasks(self.sequence[j], "train", tasks, self.cfg, rng)))
+        return batch
+
+    def arrive(self, t: int, i: int, rng):
+        M = self.cfg.meta_batch
+        new = sample_tasks(self.sequence[t], "train", M, self.cfg, rng)
+        if len(self.buffer) == t:
+            self.buffer.append(new.new_zeros(M * self.cfg.iterations, *new.shape[1:]))
+        self.buffer[t][i * M : (i + 1) * M] = new
+
+
+def meta_step(theta: Params, optimiser, batch, cfg: Config, channels: int, rate: float) -> Tensor:
+    """One outer update of theta on a meta-batch, each dataset in it with its own alpha and k; returns the loss."""
+    total, grads = 0.0, None
+    for data, index in batch:
+        tasks = fetch(data, index, cfg, channels)
+        loss, g = meta_gradient(theta, tasks, data.setting.inner_rate, data.setting.inner_steps, 0.0)
+        total, grads = total + loss, g if grads is None else [a + b for a, b in zip(grads, g)]
+    for p, g in zip(theta.values(), grads):
+        p.grad = g / cfg.meta_batch
+    optimiser.param_groups[0]["lr"] = rate
+    optimiser.step()
+    return total / cfg.meta_batch
+
+
+def run(cfg: Config, experiment: str, schedule: str, method: str, seed: int, sequence: list[Dataset], out: Path, tell):
+    """Algorithm 1 for one method and one seed; `tell(share done, text)` hears of the progress."""
+    row, channels, device = METHODS[method], 3, sequence[0].images.device
+    tasks = Tasks(row.data, sequence, cfg, seed)
+    begin = time.time()
+    facts = dict(experiment=experiment, method=method, seed=seed, schedule=schedule, data=kind_of(sequence))
+    state = resume(out, dict(facts, sequence=[d.name for d in sequence], **dataclasses.asdict(cfg)))
+    theta, optimiser, tasks.buffer = state.get("theta"), None, state.get("buffer", [])
+    work = [1 + d.setting.inner_steps for d in sequence]  # an iteration's cost, roughly
+    for t in range(state["stage"], len(sequence)):  # a dataset arrives
+        if theta is None or (row.start == "scratch" and not state["iteration"]):
+            theta = init_params(cfg, channels, stream("cpu", seed, "init", t), device)
+        optimiser = torch.optim.Adam(theta.values(), cfg.outer_rate)
+        if state["iteration"]:
+            optimiser.load_state_dict(state["optimiser"])
+        for i in range(state["iteration"], cfg.iterations):  # meta-training on it
+            rate = cfg.outer_rate * 0.1 ** sum(i >= f * cfg.iterations for f in sequence[t].setting.decay)
+            loss = meta_step(theta, optimiser, tasks.batch(t, i), cfg, channels, rate)
+            share = (sum(work[:t]) + work[t] * (i + 1) / cfg.iterations) / sum(work)
+            tell(share, f"{method}-{seed} {sequence[t].name} {i + 1}/{cfg.iterations}")
+            if (i + 1) % cfg.eval_every == 0 or i + 1 == cfg.iterations:
+                need(torch.isfinite(loss), f"the loss of {method} became {loss.item()} on {sequence[t].name} by "
+                     f"iteration {i + 1}; try a smaller --outer-rate or --inner-rate.")
+                for data in sequence:
+                    scores = evaluate(theta, data, cfg, channels, seed)
+                    seconds = state["seconds"] + time.time() - begin
+                    where = dict(stage=t + 1, trained=sequence[t].name, iteration=i + 1, evaluated=data.name)
+                    add_row(out, dict(facts, **where, **scores, seconds=round(seconds, 1)))
+                done = i + 1 == cfg.iterations
+                position = dict(stage=t + done, iteration=0 if done else i + 1, seconds=seconds)
+                checkpoint(out, state["settings"], position, theta, optimiser, tasks.buffer)
+        state["iteration"] = 0
+        if t + 1 < len(sequence):
+            tell(share, "")
+
+
+def kind_of(sequence: list[Dataset]) -> str:
+    kinds = {d.kind for d in sequence}
+    return kinds.pop() if len(kinds) == 1 else "real and generated"
+
+
+def add_row(out: Path, row: dict):
+    with open(out / "record.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def checkpoint(out: Path, settings: dict, position: dict, theta: Params, optimiser, buffer: list[Tensor]):
+    """Everything a resumed run needs; written beside the old one, flushed, then put in its place."""
+    theta = {n: v.detach() for n, v in theta.items()}
+    state = dict(position, settings=settings, theta=theta, optimiser=optimiser.state_dict(), buffer=buffer,
+                 record=(out / "record.jsonl").stat().st_size)
+    with open(out / "checkpoint.tmp", "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(out / "checkpoint.tmp", out / "checkpoint.pt")
+
+
+def resume(out: Path, settings: dict) -> dict:
+    """The last checkpoint, with the record cut back to it; or a fresh start."""
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        state = torch.load(out / "checkpoint.pt", weights_only=True)
+    except FileNotFoundError:
+        (out / "record.jsonl").write_text("")
+        return dict(stage=0, iteration=0, seconds=0.0, settings=settings)
+    except Exception as error:
+        raise Problem(f"{out}/checkpoint.pt is damaged ({type(error).__name__}); start over with --fresh.")
+    old = state["settings"]
+    differ = [f"{k} was {old.get(k)!r}, now {settings.get(k)!r}" for k in settings if old.get(k) != settings[k]]
+    need(not differ, f"{out} holds a run of other settings ({'; '.join(differ)}); use another --out, or --fresh.")
+    os.truncate(out / "record.jsonl", state["record"])
+    state["theta"] = {n: v.requires_grad_() for n, v in state["theta"].items()}
+    return state
+
+
+# ------------------------------------------------------------------------------------------------------ Report
+# Everything below is computed from the records on disk alone.
+
+
+def read_records(folder: Path) -> dict[tuple[str, int], list[dict]]:
+    """All rows of every <method>-<seed>/record.jsonl in the folder, methods in the table's order."""
+    runs = {}
+    for path in folder.glob("*/record.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        if rows:
+            runs[rows[0]["method"], rows[0]["seed"]] = rows
+    return dict(sorted(runs.items(), key=lambda item: (list(METHODS).index(item[0][0]), item[0][1])))
+
+
+def interval(values: list[float], task_ci: list[float]) -> float:
+    """Half a 95 % interval of the mean: Student's t over seeds, which also holds the tasks' noise; one seed: tasks only."""
+    t = [0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]
+    n = len(values)
+    return t[min(n - 1, 9)] * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else task_ci[0]
+
+
+def summarise(runs: dict) -> dict:
+    """Per method: accuracy after each stage on each dataset, over seeds; forgetting and learning."""
+    first = next(iter(runs.values()))[0]
+    names = list(dict.fromkeys(r["evaluated"] for rows in runs.values() for r in rows))
+    stages = max(r["stage"] for rows in runs.values() for r in rows)
+    summary = {k: first[k] for k in ("experiment", "schedule", "data")} | dict(datasets=names, methods={})
+    for method in dict.fromkeys(m for m, _ in runs):
+        mine = {s: rows for (m, s), rows in runs.items() if m == method}
+        cell = {}  # (stage, dataset) -> the last evaluation of each seed
+        for rows in mine.values():
+            last = {(r["stage"], r["evaluated"]): r for r in rows}
+            for key, r in last.items():
+                cell.setdefault(key, []).append(r)
+        grid = lambda of: [[of(cell.get((t + 1, n), [])) for n in names] for t in range(stages)]
+        mean = lambda rows: round(float(np.mean([r["accuracy"] for r in rows])), 4) if rows else None
+        ci = lambda rows: round(interval([r["accuracy"] for r in rows], [r["ci95"] for r in rows]), 4) if rows else None
+        accuracy = grid(mean)
+        done = len(accuracy) == len(names) and all(v is not None for v in accuracy[-1])
+        after = {n: [row[j] for row in accuracy[j:] if row[j] is not None] for j, n in enumerate(names)}
+        summary["methods"][method] = dict(
+            seeds=sorted(mine), accuracy=accuracy, ci95=grid(ci),
+            final_average=round(float(np.mean(accuracy[-1])), 4) if done else None,
+            forgetting={n: round(max(v) - v[-1], 4) for n, v in after.items() if v},  # peak minus last
+            learning={n: v[0] for n, v in after.items() if v},  # right after its own stage
+            seconds=round(sum(rows[-1]["seconds"] for rows in mine.values()), 1),
+        )
+    return summary
+
+
+def table(summary: dict) -> str:
+    """Accuracy right after each dataset's own stage -> after the last, in per cent."""
+    names = summary["datasets"]
+    wide = max(18, *(len(n) + 2 for n in names))
+    seeds = {s for m in summary["methods"].values() for s in m["seeds"]}
+    lines = [f"{summary['experiment']}, {summary['data'].upper()} data, {summary['schedule']} schedule, "
+             f"{len(seeds)} seed{'s' * (len(seeds) > 1)}: accuracy in % after its own stage -> after the last",
+             f"{'method':24}" + "".join(f"{n:>{wide}}" for n in names) + f"{'average':>9}{'forgotten':>11}"]
+    for method, m in summary["methods"].items():
+        cells = ""
+        for j, n in enumerate(names):
+            last = max((t for t, row in enumerate(m["accuracy"]) if row[j] is not None and t >= j), default=None)
+            text = "" if last is None else f"{100 * m['accuracy'][last][j]:.1f} ±{100 * m['ci95'][last][j]:.1f}"
+            own = f"{100 * m['learning'][n]:.1f} -> " if last is not None and last > j else ""
+            cells += f"{own + text:>{wide}}"
+        average = "" if m["final_average"] is None else f"{100 * m['final_average']:.1f}"
+        forgotten = 100 * np.mean(list(m["forgetting"].values())) if m["forgetting"] else 0
+        lines.append(f"{METHODS[method].label:24}{cells}{average:>9}{forgotten:>11.1f}")
+    return "\n".join(lines)
+
+
+def curves(runs: dict, method: str, stage: int, evaluated: str) -> tuple[list[int], np.ndarray]:
+    """Iterations and accuracies (seeds, points) of one line of the figure; it starts where the last stage ended."""
+    series = []
+    for (m, _), rows in runs.items():
+        if m == method:
+            mine = [r for r in rows if r["evaluated"] == evaluated]
+            before = [r for r in mine if r["stage"] == stage - 1][-1:] if METHODS[m].start == "previous" else []
+            points = [(0, r["accuracy"]) for r in before]
+            series.append(points + [(r["iteration"], r["accuracy"]) for r in mine if r["stage"] == stage])
+    shortest = min((len(s) for s in series), default=0)
+    return [i for i, _ in series[0][:shortest]] if series else [], np.array([[a for _, a in s[:shortest]] for s in series])
+
+
+def figure(runs: dict, summary: dict, path: Path):
+    """The paper's grid. Rows: dataset evaluated; columns: dataset being trained; a line per method, a band over seeds."""
+    names, methods, k = summary["datasets"], list(summary["methods"]), 3  # drawn k times as large, then reduced
+    width, height, left, top, gap = 250, 150, 92, 92, 14
+    size = (left + len(names) * (width + gap) + 10, top + len(names) * (height + gap) + 44)
+    image = Image.new("RGB", (size[0] * k, size[1] * k), "white")
+    draw = ImageDraw.Draw(image, "RGBA")
+    font = {s: ImageFont.load_default(s * k) for s in (11, 13, 16)}
+
+    def text(x, y, words, size=11, anchor="mm", fill="#222222"):
+        draw.text((x * k, y * k), words, fill, font[size], anchor)
+
+    title = f"{summary['experiment']}: accuracy on unseen classes, %   ({summary['data']} data, {summary['schedule']} schedule)"
+    text(left, 18, title, 16, "lm")
+    x = left
+    for method in methods:
+        draw.line([(x * k, 44 * k), ((x + 22) * k, 44 * k)], METHODS[method].colour, 3 * k)
+        text(x + 28, 44, METHODS[method].label, 13, "lm")
+        x += 46 + draw.textlength(METHODS[method].label, font[13]) / k
+    for j, name in enumerate(names):
+        text(left + j * (width + gap) + width / 2, top - 16, f"training on {name}", 13)
+        values = [curves(runs, m, t + 1, name)[1] for m in methods for t in range(len(names))]
+        values = np.concatenate([v.ravel() for v in values if v.size])
+        low, high = math.floor(values.min() * 10 - 0.2) / 10, math.ceil(values.max() * 10 + 0.2) / 10
+        for t in range(len(names)):
+            x0, y0 = left + t * (width + gap), top + j * (height + gap)
+            place = lambda i, a: ((x0 + width * i / longest) * k, (y0 + height * (high - a) / (high - low)) * k)
+            longest = max((max(curves(runs, m, t + 1, name)[0], default=1) for m in methods), default=1)
+            draw.rectangle([x0 * k, y0 * k, (x0 + width) * k, (y0 + height) * k], "#f7f7f7" if t < j else "#ffffff",
+                           "#999999", k)
+            for tick in np.arange(low, high + 0.001, 0.1 if high - low <= 0.55 else 0.2):
+                y = place(0, tick)[1] / k
+                draw.line([(x0 * k, y * k), ((x0 + width) * k, y * k)], "#00000022", k)
+                if t == 0:
+                    text(x0 - 6, y, f"{100 * tick:.0f}", anchor="rm")
+            for method in methods:
+                iterations, a = curves(runs, method, t + 1, name)
+                if len(iterations) == 0:
+                    continue
+                mean, sd = a.mean(0), a.std(0)
+                band = [place(i, v) for i, v in zip(iterations, mean + sd)]
+                band += [place(i, v) for i, v in zip(iterations, mean - sd)][::-1]
+                if len(a) > 1 and len(iterations) > 1:
+                    draw.polygon(band, METHODS[method].colour + "33")
+                points = [place(i, v) for i, v in zip(iterations, mean)]
+                draw.line(points, METHODS[method].colour, 2 * k, joint="curve")
+                for px, py in points:
+                    draw.ellipse([px - 2 * k, py - 2 * k, px + 2 * k, py + 2 * k], METHODS[method].colour)
+            if j == len(names) - 1:
+                for i in (0, longest // 2, longest):
+                    text(x0 + width * i / longest, y0 + height + 12, str(i), anchor="rm" if i == longest else "mm")
+        label = Image.new("L", (height * k, 20 * k), 0)
+        ImageDraw.Draw(label).text((height * k // 2, 10 * k), name, 255, font[13], "mm")
+        label = label.rotate(90, expand=True)
+        image.paste(Image.new("RGB", label.size, "#222222"), (28 * k, (top + j * (height + gap)) * k), label)
+    text(left + (size[0] - left) / 2, size[1] - 14, "meta-training iterations", 13)
+    image.resize(size, Image.Resampling.LANCZOS).save(path, optimize=True)
+
+
+def report(folder: Path) -> str:
+    """Write summary.json and accuracy.png from the records in the folder; returns the table."""
+    runs = read_records(folder)
+    summary = summarise(runs)
+    summary["environment"] = dict(python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    figure(runs, summary, folder / "accuracy.png")
+    return table(summary)
+
+
+# ------------------------------------------------------------------------------------------------ Command line
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Problem(f"{message}; see --help")
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    parser = Parser(prog="boml.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", help=f"one of {', '.join(EXPERIMENTS)}")
+    parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated, of %(default)s (default: all)")
+    parser.add_argument("--seeds", default="0", help="comma-separated whole numbers (default: %(default)s)")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="default: paper with CUDA, else cpu")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of <dataset>.npz (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for records (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=0, help="runs side by side (default: one per core, or 1 with CUDA)")
+    parser.add_argument("--fresh", action="store_true", help="start these runs over instead of resuming them")
+    help_of = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", inspect.getsource(Config), re.M))
+    for field in dataclasses.fields(Config):
+        cpu = SCHEDULES["cpu"].get(field.name)
+        default = f" (default: {field.default}{f'; {cpu} in the cpu schedule' if cpu else ''})" if field.default != "" else ""
+        kind = {"int": int, "float": float, "str": str}[field.type]
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, help=help_of[field.name] + default)
+    args = parser.parse_args(argv)
+    need(args.experiment in EXPERIMENTS, f"{args.experiment!r} is not an experiment; choose from {', '.join(EXPERIMENTS)}.")
+    args.methods, args.seeds = args.methods.split(","), args.seeds.split(",")
+    for method in args.methods:
+        need(method in METHODS, f"--methods: {method!r} is not a method; choose from {', '.join(METHODS)}.")
+    for seed in args.seeds:
+        need(seed.isdecimal(), f"--seeds: {seed!r} is not a whole number.")
+    args.schedule = args.schedule or ("paper" if args.device.startswith("cuda") else "cpu")
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+    cfg = dataclasses.replace(Config(), **SCHEDULES[args.schedule] | given)
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        need(isinstance(value, str) or value > 0, f"--{field.name.replace('_', '-')} is {value}; it must be above 0.")
+    need(cfg.split in ("test", "val"), f"--split is {cfg.split!r}; it must be test or val.")
+    return args, cfg
+
+
+def work(args, cfg: Config, method: str, seed: int, queue):
+    """One run, in a process of its own: its progress, end or problem goes to the queue."""
+    job = f"{method}-{seed}"
+    try:
+        torch.set_num_threads(1)  # two runs side by side on one thread each beat one run on two
+        sequence = load_sequence(args.experiment, cfg, args.data, args.device)
+        out = args.out / args.experiment / job
+        run(cfg, args.experiment, args.schedule, method, seed, sequence, out, lambda *what: queue.put((job, *what)))
+        queue.put((job, 1.0, ""))
+    except Problem as problem:
+        queue.put((job, None, str(problem)))
+
+
+class Progress:
+    """One line with the estimated end: rewritten in place on a terminal, now and then in a log."""
+
+    def __init__(self, jobs: list[str]):
+        self.share, self.begun, self.start, self.said = dict.fromkeys(jobs, 0.0), {}, time.time(), 0.0
+        self.text: dict[str, str] = {}
+
+    def tell(self, job: str, share: float, text: str):
+        self.begun.setdefault(job, share)  # a resumed run begins part of the way
+        self.share[job], self.text[job] = share, text
+        every = 0.2 if sys.stderr.isatty() else 30
+        if time.time() - self.said < every:
+            return
+        self.said = time.time()
+        fresh = sum(self.share[j] - self.begun[j] for j in self.begun)
+        left = (len(self.share) - sum(self.share.values())) * (time.time() - self.start) / max(fresh, 1e-9)
+        end = time.strftime("%H:%M", time.localtime(time.time() + left)) if fresh > 0.01 else "..."
+        running = " | ".join(t for t in self.text.values() if t)
+        line = f"{100 * sum(self.share.values()) / len(self.share):3.0f} %, done about {end}: {running}"
+        print(f"\r\033[K{line}" if sys.stderr.isatty() else line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr,
+              flush=True)
+
+
+def main(argv: list[str]):
+    args, cfg = parse(argv)
+    sequence = load_sequence(args.experiment, cfg, args.data)  # any problem with the data shows before the work starts
+    folder = args.out / args.experiment
+    pairs = [(m, int(s)) for s in args.seeds for m in args.methods]
+    for m, s in pairs if args.fresh else []:
+        shutil.rmtree(folder / f"{m}-{s}", ignore_errors=True)
+    print(f"{args.experiment}: " + " -> ".join(f"{d.name} ({d.kind})" for d in sequence))
+    print(f"{args.schedule} schedule on {args.device}: {cfg.iterations} iterations of {cfg.meta_batch} tasks per dataset, "
+          f"{cfg.way}-way {cfg.shot}-shot, {cfg.query} queries per class; records in {folder}/", flush=True)
+    jobs = args.jobs or (1 if args.device.startswith("cuda") else os.cpu_count())
+    context = multiprocessing.get_context("spawn")
+    queue, waiting, running = context.Queue(), list(pairs), {}
+    progress = Progress([f"{m}-{s}" for m, s in pairs])
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            m, s = waiting.pop(0)
+            running[f"{m}-{s}"] = context.Process(target=work, args=(args, cfg, m, s, queue), daemon=True)
+            running[f"{m}-{s}"].start()
+        try:
+            job, share, text = queue.get(timeout=5)
+        except Exception:  # nothing said for a while: is everyone alive?
+            dead = [j for j, p in running.items() if not p.is_alive()]
+            need(not dead, f"the run {', '.join(dead)} ended without a word; run the same command again to resume it.")
+            continue
+        need(share is not None, text)
+        progress.tell(job, share, text)
+        if not text:  # the end of a stage
+            print("\n" + report(folder) + "\n", flush=True)
+            if share == 1.0:
+                running.pop(job).join()
+    print(f"{folder}/accuracy.png and {folder}/summary.json are written.")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except Problem as problem:
+        print(f"boml: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

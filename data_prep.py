@@ -1,0 +1,259 @@
+"""Pack the official archives into data/<name>.npz: 28x28 uint8 images, class by class, no pickle.
+
+    python data_prep.py                    download what can be had, pack it, print what is there
+    python data_prep.py --raw DIR          take the archives from a folder instead
+    python data_prep.py omniglot cifar_fs  only these
+
+Each archive is found in --raw DIR or downloaded to <data>/raw (resumed when cut, checked by md5).
+Without a network it gives up in seconds; boml.py then draws a generated stand-in, labelled as such.
+"""
+import argparse, hashlib, http.client, io, os, sys, tarfile, time, zipfile
+import urllib.error, urllib.parse, urllib.request
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+SOURCES = {  # dataset: (address, md5 of the official file) of each of its archives
+    "omniglot": [
+        ("https://raw.githubusercontent.com/brendenlake/omniglot/master/python/images_background.zip",
+         "68d2efa1b9178cc56df9314c21c6e718"),
+        ("https://raw.githubusercontent.com/brendenlake/omniglot/master/python/images_evaluation.zip",
+         "6b91aef0f799c5bb55b94e3f2daec811"),
+    ],
+    "mini_quickdraw": [
+        ("https://raw.githubusercontent.com/googlecreativelab/quickdraw-dataset/master/categories.txt", None),
+        ("https://storage.googleapis.com/quickdraw_dataset/full/numpy_bitmap/", None),
+    ],
+    "cifar_fs": [
+        ("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),
+    ],
+}
+CLASSES = {"omniglot": 1623, "mini_quickdraw": 345, "cifar_fs": 100}
+DRAWINGS = 1000  # of each QuickDraw class
+TIMEOUT = 8  # seconds without a byte
+LARGEST = 64 << 20  # bytes: no single image of these archives comes near
+
+
+class Problem(Exception):
+    """Something the person can put right: shown as one sentence, exit status 2."""
+
+
+class Unreachable(Exception):
+    """No network, or the server is not there: the dataset is left out."""
+
+
+# --------------------------------------------------------------------------------------------------- Obtaining
+
+
+def md5_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
+
+
+def download(url: str, path: Path, md5: str | None = None, size: int | None = None) -> Path:
+    """Fetch url, or its first `size` bytes, to path: resumed when cut, checked, and only then given its name."""
+    part = path.with_name(path.name + ".part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    stalled = 0
+    while stalled < 3:  # give up after three attempts in a row that brought nothing
+        have = part.stat().st_size if part.exists() else 0
+        try:
+            if have != size and fetch(url, part, have, size):
+                break
+            if have == size:
+                break
+        except urllib.error.HTTPError as error:
+            if error.code == 416 and have:  # asked to go on from beyond the end: the part is whole, or not ours
+                break
+            raise Unreachable(f"the server answers {error.code} for {url}")
+        except (OSError, http.client.HTTPException) as error:  # refused, timed out, cut
+            if not part.exists() or part.stat().st_size == 0:
+                raise Unreachable(f"{urllib.parse.urlsplit(url).netloc} cannot be reached ({reason(error)})")
+        stalled = stalled + 1 if part.exists() and part.stat().st_size == have else 0
+        time.sleep(0.2 * stalled)
+    else:
+        raise Unreachable(f"{url} was cut off {stalled} times at byte {have:,}; run again to go on from there")
+    if md5 and md5_of(part) != md5:
+        found = md5_of(part)
+        part.unlink()
+        raise Problem(f"{url} has md5 {found}, not {md5}: the download was deleted; run again, or use --raw DIR.")
+    os.replace(part, path)
+    return path
+
+
+def reason(error: Exception) -> str:
+    return str(getattr(error, "reason", error)) or type(error).__name__
+
+
+def fetch(url: str, part: Path, have: int, size: int | None) -> bool:
+    """Append the rest of url to part; True when all of it is there."""
+    request = urllib.request.Request(url, headers={"User-Agent": "boml"})
+    if have or size:
+        request.add_header("Range", f"bytes={have}-{size - 1 if size else ''}")
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
+        if reply.status != 206:  # the server sends the file from its start
+            have = 0
+        left = reply.headers.get("Content-Length")
+        total = have + int(left) if left else None
+        with open(part, "r+b" if part.exists() else "wb") as file:
+            file.seek(have)
+            file.truncate()
+            while block := reply.read(min(1 << 16, size - file.tell()) if size else 1 << 16):
+                file.write(block)
+                progress(part.name.removesuffix(".part"), file.tell(), total)
+            return file.tell() == size or total is None or file.tell() >= total
+
+
+def progress(name: str, done: int, total: int | None):
+    if sys.stderr.isatty():
+        bar = "#" * (30 * done // total) if total else ""
+        of = f" of {total / 1e6:.1f}" if total else ""
+        print(f"\r{name} [{bar:30}] {done / 1e6:.1f}{of} MB ", end="\n" if done == total else "", file=sys.stderr)
+
+
+def obtain(name: str, raw: Path | None, cache: Path) -> list[Path]:
+    """The archives of a dataset that is one or more whole files."""
+    paths = []
+    for url, md5 in SOURCES[name]:
+        file = url.rsplit("/", 1)[1]
+        found = sorted(raw.rglob(file)) if raw else [cache / file] if (cache / file).exists() else []
+        if raw and not found:
+            raise Unreachable(f"{file} is not in {raw}")
+        path = found[0] if found else download(url, cache / file, md5)
+        if found and md5_of(path) != md5:
+            print(f"{name}: {path} is not the official file (its md5 differs); used as it is.", file=sys.stderr)
+        paths.append(path)
+    return paths
+
+
+# --------------------------------------------------------------------------------------------------- Unpacking
+# One function per dataset: yields (class name, 28x28[x3] uint8). Archives are read in place, never unpacked to disk.
+
+
+def shrink(image: Image.Image) -> np.ndarray:
+    return np.asarray(image.resize((28, 28), Image.Resampling.BILINEAR))
+
+
+def picture(path: Path, member: str, data: bytes, mode: str) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data)).convert(mode)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise Problem(f"{path} holds {member}, which is not a readable image ({error}); get the archive again.")
+
+
+def omniglot(raw, cache):
+    """images_background/<alphabet>/<character>/<drawing>.png, 105x105, dark strokes on white."""
+    for path in obtain("omniglot", raw, cache):
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                if member.filename.endswith(".png") and member.file_size < LARGEST:
+                    _, alphabet, character, _ = member.filename.split("/")
+                    image = picture(path, member.filename, archive.read(member), "L")
+                    yield f"{alphabet}/{character}", shrink(image)
+
+
+def mini_quickdraw(raw, cache):
+    """<class>.npy, (drawings, 784) uint8, bright strokes on black: turned to dark on white as Omniglot has them."""
+    for path in quickdraw_files(raw, cache):
+        with open(path, "rb") as file:
+            header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
+            shape, fortran, dtype = header[np.lib.format.read_magic(file)[0]](file)
+            if len(shape) != 2 or shape[1] != 784 or dtype != np.uint8 or fortran:
+                raise Problem(f"{path} holds {dtype} of shape {shape}, not drawings (n, 784) uint8; get it again.")
+            rows = min(shape[0], DRAWINGS)
+            data = file.read(rows * 784)
+        if len(data) < rows * 784:
+            raise Problem(f"{path} is cut off after {len(data):,} of {rows * 784:,} bytes; get it again.")
+        for drawing in 255 - np.frombuffer(data, np.uint8).reshape(rows, 28, 28):
+            yield path.stem, drawing
+
+
+def quickdraw_files(raw, cache) -> list[Path]:
+    if raw:
+        paths = sorted(p for p in raw.rglob("*.npy"))
+        if not paths:
+            raise Unreachable(f"no <class>.npy is in {raw}")
+        return paths
+    (listing, _), (base, _) = SOURCES["mini_quickdraw"]
+    names = cache / "quickdraw" / "categories.txt"
+    if not names.exists():
+        download(listing, names)
+    paths = [cache / "quickdraw" / f"{c}.npy" for c in names.read_text().splitlines()]
+    for path in paths:  # the files have 100 MB each: only the header and the first 1000 drawings are fetched
+        if not path.exists():
+            download(base + urllib.parse.quote(path.name), path, size=128 + DRAWINGS * 784)
+    return paths
+
+
+def cifar_fs(raw, cache):
+    """CIFAR-100's binary archive: per image a coarse label, a fine label and 3x32x32 bytes."""
+    (path,) = obtain("cifar_fs", raw, cache)
+    with tarfile.open(path) as archive:
+        read = lambda member: archive.extractfile(f"cifar-100-binary/{member}").read()
+        names = read("fine_label_names.txt").decode().split()
+        for part in ("train.bin", "test.bin"):
+            for row in np.frombuffer(read(part), np.uint8).reshape(-1, 3074):
+                image = Image.fromarray(row[2:].reshape(3, 32, 32).transpose(1, 2, 0))
+                yield names[row[1]], shrink(image)
+
+
+UNPACK = {"omniglot": omniglot, "mini_quickdraw": mini_quickdraw, "cifar_fs": cifar_fs}
+
+# ----------------------------------------------------------------------------------------------------- Packing
+
+
+def pack(name: str, raw: Path | None, data: Path) -> str:
+    """Write data/<name>.npz: images sorted by class, labels, class names; returns what to say of it."""
+    try:
+        items = sorted(UNPACK[name](raw, data / "raw"), key=lambda item: item[0])
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, ValueError, KeyError, OSError) as error:
+        raise Problem(f"{name}: its archive is damaged or not in the official layout ({error}); get it again.")
+    names, labels = np.unique([item[0] for item in items], return_inverse=True)
+    if len(names) != CLASSES[name]:
+        raise Problem(f"{name}: the archive holds {len(names)} classes, not {CLASSES[name]}; get it again.")
+    path = data / f"{name}.npz"
+    data.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".tmp"), "wb") as file:
+        np.savez_compressed(file, images=np.stack([i[1] for i in items]), labels=labels.astype(np.int32), names=names)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path.with_suffix(".tmp"), path)
+    return describe(path)
+
+
+def describe(path: Path) -> str:
+    with np.load(path, allow_pickle=False) as z:
+        return f"{len(z['names']):,} classes, {len(z['labels']):,} images"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="dataset", help="any of " + ", ".join(UNPACK))
+    parser.add_argument("--raw", type=Path, help="folder that holds the archives; nothing is downloaded")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder to write <name>.npz to")
+    args = parser.parse_args()
+    for name in args.names:
+        if name not in UNPACK:
+            raise Problem(f"{name!r} is not a dataset; choose from {', '.join(UNPACK)}.")
+    if args.raw and not args.raw.is_dir():
+        raise Problem(f"--raw {args.raw} is not a folder.")
+    for name in args.names or UNPACK:
+        start = time.time()
+        if (args.data / f"{name}.npz").exists() and not args.raw:
+            print(f"{name}: {describe(args.data / f'{name}.npz')}, ready")
+            continue
+        try:
+            print(f"{name}: {pack(name, args.raw, args.data)}, packed in {time.time() - start:.0f} s")
+        except Unreachable as error:
+            print(f"{name}: {error}; left out, a generated dataset will stand in for it.")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Problem as problem:
+        print(f"data_prep: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
