@@ -81,7 +81,7 @@ SCHEDULES = {  # `paper` is Config's defaults (Table 1); `cpu` is the same netwo
     "paper": {},
     "cpu": dict(query=5, meta_batch=4, iterations=250, eval_every=125),
 }
-EXPERIMENTS = {"triathlon": ("omniglot", "mini_quickdraw", "cifar_fs")}
+EXPERIMENTS = {"triathlon": "omniglot,mini_quickdraw,cifar_fs", "run": ""}  # run: any --sequence
 
 
 class Method(NamedTuple):
@@ -247,9 +247,9 @@ DRAW = {
 }
 
 
-def load_sequence(experiment: str, cfg: Config, folder: Path, device="cpu") -> list[Dataset]:
-    """The experiment's datasets; a generated one stands in, under its own name, for each that is not in the folder."""
-    names = [n if (folder / f"{n}.npz").exists() else DATASETS[n].stand_in for n in EXPERIMENTS[experiment]]
+def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> list[Dataset]:
+    """These datasets; a generated one stands in, under its own name, for each that is not in the folder."""
+    names = [n if (folder / f"{n}.npz").exists() else DATASETS[n].stand_in or n for n in names]
     sequence = [load_dataset(n, folder, device) for n in names]
     for field in ("inner_rate", "inner_steps", "eval_steps"):
         values = [v for v in getattr(cfg, field).split(",") if v]
@@ -617,75 +617,75 @@ def table(summary: dict) -> str:
     return "\n".join(lines)
 
 
-def curves(runs: dict, method: str, stage: int, evaluated: str) -> tuple[list[int], np.ndarray]:
+def curve(runs: dict, method: str, stage: int, evaluated: str) -> tuple[list[int], np.ndarray]:
     """Iterations and accuracies (seeds, points) of one line of the figure; it starts where the last stage ended."""
     series = []
     for (m, _), rows in runs.items():
-        if m == method:
-            mine = [r for r in rows if r["evaluated"] == evaluated]
-            before = [r for r in mine if r["stage"] == stage - 1][-1:] if METHODS[m].start == "previous" else []
-            points = [(0, r["accuracy"]) for r in before]
-            series.append(points + [(r["iteration"], r["accuracy"]) for r in mine if r["stage"] == stage])
-    shortest = min((len(s) for s in series), default=0)
-    return [i for i, _ in series[0][:shortest]] if series else [], np.array([[a for _, a in s[:shortest]] for s in series])
+        mine = [r for r in rows if m == method and r["evaluated"] == evaluated]
+        now = [(r["iteration"], r["accuracy"]) for r in mine if r["stage"] == stage]
+        before = [(0, r["accuracy"]) for r in mine if r["stage"] == stage - 1][-1:]
+        if now:
+            series.append(before * (METHODS[m].start == "previous") + now)
+    points = min((len(s) for s in series), default=0)
+    return [i for i, _ in series[0][:points]] if points else [], np.array([[a for _, a in s[:points]] for s in series])
+
+
+SCALE = 3  # figures are drawn this many times as large, then reduced: smooth lines
+
+
+def write(draw, x, y, words, size=11, anchor="mm"):
+    draw.text((x * SCALE, y * SCALE), words, "#222222", ImageFont.load_default(size * SCALE), anchor)
+
+
+def panel(draw, x0, y0, width, height, lines, longest, low, high, left_labels, bottom_labels):
+    """One plot: lines of (colour, iterations, accuracies (seeds, points)), each a mean with a band of one sd."""
+    place = lambda i, a: ((x0 + width * i / longest) * SCALE, (y0 + height * (high - a) / (high - low)) * SCALE)
+    draw.rectangle([place(0, high), place(longest, low)], outline="#999999", width=SCALE)
+    for tick in np.arange(low, high + 0.001, 0.1 if high - low <= 0.55 else 0.2):
+        draw.line([place(0, tick), place(longest, tick)], "#00000022", SCALE)
+        if left_labels:
+            write(draw, x0 - 6, place(0, tick)[1] / SCALE, f"{100 * tick:.0f}", anchor="rm")
+    for i in (0, longest // 2, longest) if bottom_labels else ():
+        write(draw, place(i, low)[0] / SCALE, y0 + height + 12, f"{i}", anchor="rm" if i == longest else "mm")
+    for colour, iterations, a in lines:
+        if len(a) > 1:
+            top, bottom = ([place(i, v) for i, v in zip(iterations, a.mean(0) + s * a.std(0))] for s in (1, -1))
+            draw.polygon(top + bottom[::-1], colour + "33")
+        points = [place(i, v) for i, v in zip(iterations, a.mean(0))]
+        draw.line(points, colour, 2 * SCALE, joint="curve")
+        for x, y in points:
+            draw.ellipse([x - 2 * SCALE, y - 2 * SCALE, x + 2 * SCALE, y + 2 * SCALE], colour)
 
 
 def figure(runs: dict, summary: dict, path: Path):
     """The paper's grid. Rows: dataset evaluated; columns: dataset being trained; a line per method, a band over seeds."""
-    names, methods, k = summary["datasets"], list(summary["methods"]), 3  # drawn k times as large, then reduced
-    width, height, left, top, gap = 250, 150, 92, 92, 14
+    names, methods = summary["datasets"], list(summary["methods"])
+    width, height, left, top, gap = 250, 150, 80, 92, 14
     size = (left + len(names) * (width + gap) + 10, top + len(names) * (height + gap) + 44)
-    image = Image.new("RGB", (size[0] * k, size[1] * k), "white")
+    image = Image.new("RGB", (size[0] * SCALE, size[1] * SCALE), "white")
     draw = ImageDraw.Draw(image, "RGBA")
-    font = {s: ImageFont.load_default(s * k) for s in (11, 13, 16)}
-
-    def text(x, y, words, size=11, anchor="mm", fill="#222222"):
-        draw.text((x * k, y * k), words, fill, font[size], anchor)
-
-    title = f"{summary['experiment']}: accuracy on unseen classes, %   ({summary['data']} data, {summary['schedule']} schedule)"
-    text(left, 18, title, 16, "lm")
+    facts = f"({summary['data']} data, {summary['schedule']} schedule)"
+    write(draw, left, 18, f"{summary['experiment']}: accuracy on unseen classes, %   {facts}", 16, "lm")
+    write(draw, left + (size[0] - left) / 2, size[1] - 14, "meta-training iterations", 13)
     x = left
     for method in methods:
-        draw.line([(x * k, 44 * k), ((x + 22) * k, 44 * k)], METHODS[method].colour, 3 * k)
-        text(x + 28, 44, METHODS[method].label, 13, "lm")
-        x += 46 + draw.textlength(METHODS[method].label, font[13]) / k
+        draw.line([x * SCALE, 44 * SCALE, (x + 22) * SCALE, 44 * SCALE], METHODS[method].colour, 3 * SCALE)
+        write(draw, x + 28, 44, METHODS[method].label, 13, "lm")
+        x += 46 + ImageFont.load_default(13).getlength(METHODS[method].label)
     for j, name in enumerate(names):
-        text(left + j * (width + gap) + width / 2, top - 16, f"training on {name}", 13)
-        values = [curves(runs, m, t + 1, name)[1] for m in methods for t in range(len(names))]
-        values = np.concatenate([v.ravel() for v in values if v.size])
-        low, high = math.floor(values.min() * 10 - 0.2) / 10, math.ceil(values.max() * 10 + 0.2) / 10
-        for t in range(len(names)):
-            x0, y0 = left + t * (width + gap), top + j * (height + gap)
-            place = lambda i, a: ((x0 + width * i / longest) * k, (y0 + height * (high - a) / (high - low)) * k)
-            longest = max((max(curves(runs, m, t + 1, name)[0], default=1) for m in methods), default=1)
-            draw.rectangle([x0 * k, y0 * k, (x0 + width) * k, (y0 + height) * k], "#f7f7f7" if t < j else "#ffffff",
-                           "#999999", k)
-            for tick in np.arange(low, high + 0.001, 0.1 if high - low <= 0.55 else 0.2):
-                y = place(0, tick)[1] / k
-                draw.line([(x0 * k, y * k), ((x0 + width) * k, y * k)], "#00000022", k)
-                if t == 0:
-                    text(x0 - 6, y, f"{100 * tick:.0f}", anchor="rm")
-            for method in methods:
-                iterations, a = curves(runs, method, t + 1, name)
-                if len(iterations) == 0:
-                    continue
-                mean, sd = a.mean(0), a.std(0)
-                band = [place(i, v) for i, v in zip(iterations, mean + sd)]
-                band += [place(i, v) for i, v in zip(iterations, mean - sd)][::-1]
-                if len(a) > 1 and len(iterations) > 1:
-                    draw.polygon(band, METHODS[method].colour + "33")
-                points = [place(i, v) for i, v in zip(iterations, mean)]
-                draw.line(points, METHODS[method].colour, 2 * k, joint="curve")
-                for px, py in points:
-                    draw.ellipse([px - 2 * k, py - 2 * k, px + 2 * k, py + 2 * k], METHODS[method].colour)
-            if j == len(names) - 1:
-                for i in (0, longest // 2, longest):
-                    text(x0 + width * i / longest, y0 + height + 12, str(i), anchor="rm" if i == longest else "mm")
-        label = Image.new("L", (height * k, 20 * k), 0)
-        ImageDraw.Draw(label).text((height * k // 2, 10 * k), name, 255, font[13], "mm")
-        label = label.rotate(90, expand=True)
-        image.paste(Image.new("RGB", label.size, "#222222"), (28 * k, (top + j * (height + gap)) * k), label)
-    text(left + (size[0] - left) / 2, size[1] - 14, "meta-training iterations", 13)
+        lines = [[(METHODS[m].colour, *curve(runs, m, t + 1, name)) for m in methods] for t in range(len(names))]
+        lines = [[line for line in stage if line[1]] for stage in lines]
+        values = np.concatenate([a.ravel() for stage in lines for _, _, a in stage])
+        low, high = math.floor(values.min() * 10) / 10, math.ceil(values.max() * 10 + 1e-9) / 10
+        longest = max(line[1][-1] for stage in lines for line in stage)
+        y = top + j * (height + gap)
+        write(draw, left + j * (width + gap) + width / 2, top - 16, f"training on {name}", 13)
+        for t, stage in enumerate(lines):
+            x = left + t * (width + gap)
+            panel(draw, x, y, width, height, stage, longest, low, high + 0.1 * (low == high), t == 0, j + 1 == len(names))
+        label = Image.new("L", (height * SCALE, 20 * SCALE))
+        ImageDraw.Draw(label).text((height * SCALE / 2, 10 * SCALE), name, 255, ImageFont.load_default(13 * SCALE), "mm")
+        image.paste("#222222", (18 * SCALE, y * SCALE), label.rotate(90, expand=True))
     image.resize(size, Image.Resampling.LANCZOS).save(path, optimize=True)
 
 
@@ -710,6 +710,7 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser = Parser(prog="boml.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", help=f"one of {', '.join(EXPERIMENTS)}")
+    parser.add_argument("--sequence", help=f"datasets in order, comma-separated, of {', '.join(DATASETS)} (default: the experiment's)")
     parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated, of %(default)s (default: all)")
     parser.add_argument("--seeds", default="0", help="comma-separated whole numbers (default: %(default)s)")
     parser.add_argument("--schedule", choices=SCHEDULES, help="default: paper with CUDA, else cpu")
@@ -726,7 +727,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, help=help_of[field.name] + default)
     args = parser.parse_args(argv)
     need(args.experiment in EXPERIMENTS, f"{args.experiment!r} is not an experiment; choose from {', '.join(EXPERIMENTS)}.")
-    args.methods, args.seeds = args.methods.split(","), args.seeds.split(",")
+    args.sequence, args.methods, args.seeds = (
+        text.split(",") for text in (args.sequence or EXPERIMENTS[args.experiment], args.methods, args.seeds))
+    for name in args.sequence:
+        need(name in DATASETS, f"--sequence: {name!r} is not a dataset; choose from {', '.join(DATASETS)}.")
     for method in args.methods:
         need(method in METHODS, f"--methods: {method!r} is not a method; choose from {', '.join(METHODS)}.")
     for seed in args.seeds:
@@ -746,7 +750,7 @@ def work(args, cfg: Config, method: str, seed: int, queue):
     job = f"{method}-{seed}"
     try:
         torch.set_num_threads(1)  # two runs side by side on one thread each beat one run on two
-        sequence = load_sequence(args.experiment, cfg, args.data, args.device)
+        sequence = load_sequence(args.sequence, cfg, args.data, args.device)
         out = args.out / args.experiment / job
         run(cfg, args.experiment, args.schedule, method, seed, sequence, out, lambda *what: queue.put((job, *what)))
         queue.put((job, 1.0, ""))
@@ -779,7 +783,7 @@ class Progress:
 
 def main(argv: list[str]):
     args, cfg = parse(argv)
-    sequence = load_sequence(args.experiment, cfg, args.data)  # any problem with the data shows before the work starts
+    sequence = load_sequence(args.sequence, cfg, args.data)  # any problem with the data shows before the work starts
     folder = args.out / args.experiment
     pairs = [(m, int(s)) for s in args.seeds for m in args.methods]
     for m, s in pairs if args.fresh else []:

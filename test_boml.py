@@ -1,0 +1,559 @@
+"""What boml.py promises, as properties. Sizes and seeds are drawn by hypothesis, arrays from the seed; float64."""
+import dataclasses, hashlib, http.server, io, json, os, re, subprocess, sys, tarfile, threading, zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from PIL import Image
+
+import boml
+import data_prep
+
+settings.register_profile("boml", deadline=None, derandomize=True, max_examples=20)
+settings.load_profile("boml")
+torch.set_num_threads(1)
+HERE = Path(__file__).parent
+RAW = HERE.parent / "shared" / "raw"  # real archives, used where they are there
+seeds = st.integers(0, 10**6)
+
+
+def assert_close(a, b, rtol=1e-9, atol=1e-11):
+    """Equal within tolerance; else says where they differ most, by how much, and their ratio."""
+    a, b = (x.detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x) for x in (a, b))
+    assert a.shape == b.shape, f"shapes {a.shape} and {b.shape}"
+    bad = abs(a - b) - (atol + rtol * abs(b))
+    if bad.size and bad.max() > 0:
+        i = np.unravel_index(bad.argmax(), bad.shape)
+        raise AssertionError(f"worst at {i}: {a[i]!r} against {b[i]!r}, ratio {a[i] / b[i] if b[i] else np.inf}")
+
+
+def toy_config(**changes):
+    return dataclasses.replace(boml.Config(), **dict(filters=4, query=2, meta_batch=2, iterations=3, eval_tasks=2) | changes)
+
+
+def toy_data(seed=0, classes=15, least=4, most=7, turns=1, channels=1, name="omniglot", device="cpu"):
+    """A dataset of noise, its classes of different sizes."""
+    g = torch.Generator().manual_seed(seed)
+    count = torch.randint(least, most + 1, (classes,), generator=g)
+    images = torch.randint(0, 256, (int(count.sum()), channels, 28, 28), generator=g, dtype=torch.uint8)
+    third = classes // 3
+    splits = {s: torch.arange(a * third, (a + 1) * third) for a, s in enumerate(("train", "val", "test"))}
+    setting = boml.DATASETS[name]._replace(inner_steps=1, eval_steps=1)
+    return boml.Dataset(name, "real", setting, images.to(device), (count.cumsum(0) - count).to(device), count.to(device),
+                        {s: c.to(device) for s, c in splits.items()}, most, turns)
+
+
+def toy_batch(seed, tasks=2, shot=1, query=2, way=5, channels=1):
+    """x_s, y_s, x_q, y_q of random images, and parameters, in float64."""
+    g = torch.Generator().manual_seed(seed)
+    x = lambda n: torch.rand(tasks, way * n, channels, 28, 28, generator=g, dtype=torch.double)
+    y = lambda n: torch.arange(way).repeat_interleave(n).expand(tasks, -1)
+    theta = boml.init_params(toy_config(way=way), channels, g)
+    theta = {n: (v + 0.1 * torch.randn(v.shape, generator=g)).detach().double().requires_grad_() for n, v in theta.items()}
+    return theta, (x(shot), y(shot), x(query), y(query))
+
+
+# ----------------------------------------------------------------------------------------- Network, adaptation
+
+
+def plain_logits(p, x, bias=None):
+    """One network on x (B, C, 28, 28), layer by layer as one would write it."""
+    for i in range(1, 5):
+        x = F.conv2d(x, p[f"conv{i}.weight"], bias, padding=1)
+        x = F.batch_norm(x, None, None, p[f"norm{i}.weight"], p[f"norm{i}.bias"], training=True)
+        x = F.max_pool2d(F.relu(x), 2)
+    return F.linear(x.flatten(1), p["linear.weight"], p["linear.bias"])
+
+
+def plain_loss(theta, batch, rate, steps, support_weight, second_order=True):
+    """The objective as a loop over tasks, one graph."""
+    total = 0
+    for x_s, y_s, x_q, y_q in zip(*batch):
+        total = total + support_weight * F.cross_entropy(plain_logits(theta, x_s), y_s)
+        p = theta
+        for _ in range(steps):
+            loss = F.cross_entropy(plain_logits(p, x_s), y_s)
+            grads = torch.autograd.grad(loss, list(p.values()), create_graph=second_order)
+            p = {n: v - rate * g for (n, v), g in zip(p.items(), grads)}
+        total = total + F.cross_entropy(plain_logits(p, x_q), y_q)
+    return total
+
+
+@given(seeds, st.integers(1, 3), st.integers(1, 3), st.sampled_from([0.0, 1.0]), st.sampled_from([1, 3]))
+def test_meta_gradient_equals_plain_loop(seed, tasks, steps, support_weight, channels):
+    """The batched loss and meta-gradient are those of a plain per-task loop."""
+    theta, batch = toy_batch(seed, tasks, channels=channels)
+    loss, grads = boml.meta_gradient(theta, batch, 0.4, steps, support_weight)
+    expected = plain_loss(theta, batch, 0.4, steps, support_weight)
+    assert_close(loss, expected)
+    for g, e in zip(grads, torch.autograd.grad(expected, list(theta.values()))):
+        assert_close(g, e, rtol=1e-7, atol=1e-10)
+
+
+@given(seeds, st.integers(1, 3), st.sampled_from([0.0, 1.0]))
+def test_meta_gradient_equals_finite_differences(seed, steps, support_weight):
+    """Along a random direction the meta-gradient is the central difference of the loss.
+
+    The step is tiny because a ReLU or a maximum that flips inside it makes the adapted loss jump.
+    """
+    theta, batch = toy_batch(seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    direction = {n: torch.randn(v.shape, generator=g, dtype=torch.double) for n, v in theta.items()}
+    loss = lambda e: plain_loss({n: v + e * direction[n] for n, v in theta.items()}, batch, 0.4, steps, support_weight)
+    _, grads = boml.meta_gradient(theta, batch, 0.4, steps, support_weight)
+    slope = sum((a * b).sum() for a, b in zip(grads, direction.values()))
+    assert_close(slope, (loss(1e-9) - loss(-1e-9)) / 2e-9, rtol=1e-4, atol=1e-5)
+
+
+@given(seeds)
+def test_meta_gradient_is_not_first_order(seed):
+    """Leaving the adaptation's own derivative out gives another gradient."""
+    theta, batch = toy_batch(seed)
+    _, grads = boml.meta_gradient(theta, batch, 0.4, 1, 0.0)
+    first_order = torch.autograd.grad(plain_loss(theta, batch, 0.4, 1, 0.0, second_order=False), list(theta.values()))
+    apart = torch.cat([(a - b).flatten() for a, b in zip(grads, first_order)]).norm()
+    assert apart > 0.01 * torch.cat([b.flatten() for b in first_order]).norm()
+
+
+@given(seeds, st.integers(1, 5))
+def test_zero_rate_adapts_nothing(seed, steps):
+    """With alpha = 0 adaptation is the identity."""
+    theta, (x_s, y_s, _, _) = toy_batch(seed)
+    p = boml.spread(theta, len(x_s))
+    for a, b in zip(boml.adapt(p, x_s, y_s, 0.0, steps)[0].values(), p.values()):
+        assert torch.equal(a, b)
+
+
+@given(seeds, st.permutations(range(5)))
+def test_relabelling_classes(seed, order):
+    """Permuting the labels together with the last layer's rows leaves the loss and permutes the gradient."""
+    theta, (x_s, y_s, x_q, y_q) = toy_batch(seed)
+    order = torch.tensor(order)
+    loss, grads = boml.meta_gradient(theta, (x_s, y_s, x_q, y_q), 0.4, 2, 1.0)
+    renamed = {n: (v[order.argsort()] if n.startswith("linear") else v).detach().requires_grad_() for n, v in theta.items()}
+    loss2, grads2 = boml.meta_gradient(renamed, (x_s, order[y_s], x_q, order[y_q]), 0.4, 2, 1.0)
+    assert_close(loss, loss2)
+    for name, g, g2 in zip(theta, grads, grads2):
+        assert_close(g2[order] if name.startswith("linear") else g2, g, rtol=1e-7, atol=1e-9)
+
+
+@given(seeds)
+def test_conv_bias_cancels(seed):
+    """A conv bias leaves the logits as they are, which is why the network has none."""
+    theta, (x_s, *_) = toy_batch(seed)
+    bias = torch.randn(4, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+    assert_close(plain_logits(theta, x_s[0], bias), plain_logits(theta, x_s[0]), rtol=1e-8, atol=1e-9)
+
+
+@given(seeds)
+def test_norm_uses_the_batch(seed):
+    """Batch norm has each task's own statistics: another task in the meta-batch changes nothing."""
+    theta, (x_s, *_) = toy_batch(seed, tasks=3)
+    together = boml.network(boml.spread(theta, 3), x_s)
+    assert_close(boml.network(boml.spread(theta, 1), x_s[1:2]), together[1:2])
+
+
+# ------------------------------------------------------------------------------------------------ Data, tasks
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 2), st.integers(1, 2), st.sampled_from([1, 4]))
+def test_sampled_tasks(seed, way, shot, query, turns):
+    """Classes of a task are distinct, their images are theirs, distinct, and from the asked split."""
+    data, cfg = toy_data(seed, turns=turns), toy_config(way=way, shot=shot, query=query)
+    index = boml.sample_tasks(data, "val", 6, cfg, torch.Generator().manual_seed(seed))
+    assert index.shape == (6, way, shot + query)
+    turn, image = index // len(data.images), index % len(data.images)
+    owner = torch.repeat_interleave(torch.arange(len(data.count)), data.count)[image]
+    assert (owner == owner[..., :1]).all() and (turn == turn[..., :1]).all()
+    assert set(owner.unique().tolist()) <= set(data.splits["val"].tolist())
+    for t in range(6):
+        classes = {(int(o), int(r)) for o, r in zip(owner[t, :, 0], turn[t, :, 0])}
+        assert len(classes) == way and len(index[t].unique()) == way * (shot + query)
+
+
+def test_sampling_is_uniform():
+    """Over many tasks every class takes every label, and every image every place, about equally often."""
+    data, cfg = toy_data(3, classes=9, least=4, most=6), toy_config(way=3, shot=1, query=1)
+    index = boml.sample_tasks(data, "train", 20000, cfg, torch.Generator().manual_seed(0))
+    owner = torch.repeat_interleave(torch.arange(9), data.count)[index]  # (20000, 3, 2)
+    by_label = torch.stack([torch.bincount(owner[:, n, 0], minlength=3) for n in range(3)]) / 20000
+    assert (by_label - 1 / 3).abs().max() < 0.02  # six standard deviations
+    for c in range(3):
+        mine = index[owner == c] - data.first[c]
+        share = torch.bincount(mine, minlength=int(data.count[c])) / len(mine)
+        assert (share - 1 / data.count[c]).abs().max() < 0.02
+
+
+@given(seeds, st.sampled_from([1, 3]))
+def test_fetched_images(seed, channels):
+    """Images come scaled to [0, 1], turned as their class says, expanded to the channels, labels in class order."""
+    data, cfg = toy_data(seed, turns=4), toy_config(way=2, shot=1, query=2)
+    index = boml.sample_tasks(data, "train", 3, cfg, torch.Generator().manual_seed(seed))
+    x_s, y_s, x_q, y_q = boml.fetch(data, index, cfg, channels)
+    assert x_s.shape == (3, 2, channels, 28, 28) and x_q.shape == (3, 4, channels, 28, 28)
+    assert y_s.tolist() == [[0, 1]] * 3 and y_q.tolist() == [[0, 0, 1, 1]] * 3
+    i = int(index[1, 1, 2])
+    image = data.images[i % len(data.images), 0].double().numpy()
+    image = np.rot90((image - image.min()) / (image.max() - image.min()), i // len(data.images))
+    for channel in x_q[1, 3]:
+        assert_close(channel.double(), image.copy(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", boml.DATASETS)
+def test_split_is_disjoint(name):
+    """Training, validation and test classes have the paper's counts and share none."""
+    split, val, test = (boml.CIFAR_FS_SPLIT.get(s, "").split() for s in ("train", "val", "test"))
+    names = val + test + [f"class {c}" for c in range(64)] if name == "cifar_fs" else None
+    names = names or [f"class {c}" for c in range(sum(boml.DATASETS[name].classes))]
+    parts = boml.split_classes(name, names)
+    assert tuple(len(parts[s]) for s in ("train", "val", "test")) == boml.DATASETS[name].classes
+    assert len(set().union(*parts.values())) == sum(boml.DATASETS[name].classes)
+
+
+@pytest.mark.parametrize("name", boml.DRAW)
+def test_drawn_images_vary(name):
+    """A generated dataset repeats itself for a seed, and its drawings of a class differ yet resemble each other more."""
+    draw = lambda: list(boml.DRAW[name](np.random.default_rng(1), 6, 8))
+    pictures, labels = zip(*draw())
+    assert all((a == b).all() for a, (b, _) in zip(pictures, draw()))
+    x = np.stack(pictures).reshape(len(labels), -1).astype(float)
+    apart = np.linalg.norm(x[:, None] - x[None], axis=-1)
+    same = np.equal.outer(labels, labels)
+    assert (apart[~np.eye(len(x), dtype=bool)] > 0).all()
+    assert apart[same & ~np.eye(len(x), dtype=bool)].mean() < apart[~same].mean()
+
+
+# ------------------------------------------------------------------------------------------------------- Runs
+
+
+def test_plan_of_everything_is_even():
+    """Train-On-Everything gives each dataset so far its equal share over the iterations."""
+    tasks = boml.Tasks("all", [toy_data()] * 3, toy_config(meta_batch=4), 0)
+    total = np.sum([tasks.plan(2, i) for i in range(30)], 0)
+    assert total.tolist() == [40, 40, 40]
+
+
+def test_buffer_is_sampled_uniformly():
+    """Follow-The-Meta-Leader draws its tasks from all that have arrived, each about equally often, and no others."""
+    cfg = toy_config(meta_batch=5, iterations=4)
+    tasks = boml.Tasks("buffer", [toy_data(0), toy_data(1)], cfg, 0)
+    for t, i in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0)):
+        tasks.batch(t, i)
+    seen = {tuple(row.flatten().tolist()): 0 for b in (tasks.buffer[0], tasks.buffer[1][:10]) for row in b}
+    for seed in range(400):
+        tasks.seed, tasks.arrive = seed, lambda *_: None
+        tasks.buffer[1][5:10] = tasks.buffer[1][:5]
+        for _, index in tasks.batch(1, 0):
+            for row in index:
+                seen[tuple(row.flatten().tolist())] += 1
+    counts = np.array([seen[tuple(r.flatten().tolist())] for b in (tasks.buffer[0], tasks.buffer[1][:5]) for r in b])
+    assert counts.sum() == 2000 and abs(counts / 2000 - 1 / 25).max() < 0.025
+
+
+@pytest.mark.parametrize("method", boml.METHODS)
+def test_training_step_on_meta_device(method):
+    """No tensor of a training step strays to the CPU and nothing in it waits for a value: it runs without values."""
+    cfg = toy_config(meta_batch=3)
+    sequence = [toy_data(0, turns=4, device="meta"), toy_data(1, channels=3, device="meta")]
+    theta = {n: v.detach().requires_grad_() for n, v in boml.init_params(cfg, 3, None, "meta").items()}
+    optimiser = torch.optim.Adam(theta.values())
+    tasks = boml.Tasks(boml.METHODS[method].data, sequence, cfg, 0)
+    for t in range(2):
+        loss = boml.meta_step(theta, optimiser, tasks.batch(t, 0), cfg, 3, 0.001)
+        assert loss.is_meta and all(p.grad.is_meta for p in theta.values())
+
+
+@pytest.fixture(scope="module")
+def fake_data(tmp_path_factory):
+    """Files in the shape of the three real datasets, with noise for images."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    cifar = boml.CIFAR_FS_SPLIT["val"].split() + boml.CIFAR_FS_SPLIT["test"].split() + [f"c{i}" for i in range(64)]
+    for name, names, shape in (
+        ("omniglot", [f"{i}" for i in range(1623)], (28, 28)),
+        ("mini_quickdraw", [f"{i}" for i in range(345)], (28, 28)),
+        ("cifar_fs", cifar, (28, 28, 3)),
+    ):
+        labels = np.repeat(np.arange(len(names)), 3)
+        images = rng.integers(0, 256, (len(labels), *shape), dtype=np.uint8)
+        np.savez(folder / f"{name}.npz", images=images, labels=labels, names=names)
+    return folder
+
+
+SMALL = "--filters 4 --iterations 4 --meta-batch 2 --query 2 --eval-tasks 3 --eval-every 2".split()
+
+
+def command(*args, program="boml.py"):
+    done = subprocess.run([sys.executable, str(HERE / program), *map(str, args)], capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+def rows_of(path):
+    """The record without its times."""
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in path.read_text().splitlines()]
+
+
+def test_every_method_end_to_end(fake_data, tmp_path):
+    """The command line takes every method through the triathlon, twice with the same numbers, and reports it."""
+    for out in ("a", "b"):
+        code, text, errors = command("triathlon", "--data", fake_data, "--out", tmp_path / out, *SMALL)
+        assert code == 0, errors
+        assert "REAL data" in text and all(m.label in text for m in boml.METHODS.values())
+    folder = tmp_path / "a" / "triathlon"
+    for method in boml.METHODS:
+        rows = rows_of(folder / f"{method}-0" / "record.jsonl")
+        assert rows == rows_of(tmp_path / "b" / "triathlon" / f"{method}-0" / "record.jsonl")
+        assert len(rows) == 3 * 2 * 3  # stages, evaluations of a stage, datasets
+        assert {"experiment", "method", "seed", "schedule", "data", "stage", "iteration", "evaluated", "accuracy", "ci95",
+                "nll", "tasks"} <= set(rows[0])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["data"] == "real" and set(summary["methods"]) == set(boml.METHODS)
+    assert np.array(summary["methods"]["toe"]["accuracy"]).shape == (3, 3)
+    assert Image.open(folder / "accuracy.png").size[0] > 600
+
+
+def test_generated_data_is_labelled(tmp_path):
+    """Where no data is there, generated datasets run under their own names, labelled in table, record and summary."""
+    args = "--methods maml --filters 4 --iterations 1 --meta-batch 1 --query 2 --eval-tasks 2".split()
+    code, text, errors = command("triathlon", "--data", tmp_path / "none", "--out", tmp_path, *args)
+    assert code == 0, errors
+    assert "GENERATED data" in text and "omniglot" not in text
+    rows = rows_of(tmp_path / "triathlon" / "maml-0" / "record.jsonl")
+    assert {r["data"] for r in rows} == {"generated"} and {r["evaluated"] for r in rows} == set(boml.DRAW)
+    assert json.loads((tmp_path / "triathlon" / "summary.json").read_text())["data"] == "generated"
+
+
+@pytest.mark.parametrize("method", boml.METHODS)
+def test_resumed_run_equals_unbroken(method, tmp_path):
+    """A run broken off after a checkpoint and resumed leaves the same record as one that was not."""
+    cfg = toy_config(iterations=4, eval_every=2)
+    sequence = [toy_data(0), toy_data(1, name="mini_quickdraw"), toy_data(2, channels=3, name="cifar_fs")]
+    go = lambda out, tell: boml.run(cfg, "triathlon", "cpu", method, 0, sequence, tmp_path / out, tell)
+    go("whole", lambda *_: None)
+
+    def stop(share, text):
+        if text.endswith("mini_quickdraw 3/4"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go("broken", stop)
+    go("broken", lambda *_: None)
+    assert rows_of(tmp_path / "broken" / "record.jsonl") == rows_of(tmp_path / "whole" / "record.jsonl")
+    a, b = (torch.load(tmp_path / out / "checkpoint.pt", weights_only=True) for out in ("broken", "whole"))
+    assert all(torch.equal(a["theta"][n], b["theta"][n]) for n in a["theta"])
+
+
+def made_up(method, seed, accuracies):
+    """Rows of a run whose accuracy after stage t on dataset j is accuracies[t][j]."""
+    return [dict(experiment="triathlon", method=method, seed=seed, schedule="cpu", data="real", stage=t + 1, iteration=9,
+                 evaluated=f"d{j}", accuracy=a, ci95=0.02, nll=1.0, tasks=10, seconds=1.0)
+            for t, row in enumerate(accuracies) for j, a in enumerate(row)]
+
+
+def test_summary_of_made_up_records():
+    """Means, intervals, forgetting (peak minus final) and learning (after the own stage) are those of the records."""
+    runs = {("maml", 0): made_up("maml", 0, [[0.8, 0.3], [0.6, 0.5]]), ("maml", 1): made_up("maml", 1, [[0.9, 0.3], [0.5, 0.7]])}
+    maml = boml.summarise(runs)["methods"]["maml"]
+    assert_close(maml["accuracy"], [[0.85, 0.3], [0.55, 0.6]])
+    assert_close(maml["forgetting"]["d0"], 0.3)
+    assert maml["learning"] == {"d0": 0.85, "d1": 0.6} and maml["seeds"] == [0, 1]
+    assert_close(maml["final_average"], 0.575)
+    assert_close(maml["ci95"][1][1], 12.71 * 0.1, rtol=1e-3)  # t with one degree of freedom, standard error 0.1
+
+
+# -------------------------------------------------------------------------------------------------- Bad input
+
+
+@pytest.mark.parametrize("args, word", [
+    (["marathon"], "'marathon' is not an experiment"),
+    (["triathlon", "--methods", "maml,reptile"], "'reptile' is not a method"),
+    (["triathlon", "--sequence", "omniglot,mnist"], "'mnist' is not a dataset"),
+    (["triathlon", "--seeds", "0,x"], "'x' is not a whole number"),
+    (["triathlon", "--colour", "red"], "--colour"),
+    (["triathlon", "--iterations", "many"], "many"),
+    (["triathlon", "--iterations", "0"], "--iterations is 0"),
+    (["triathlon", "--schedule", "gpu"], "gpu"),
+    (["triathlon", "--split", "train"], "--split is 'train'"),
+    (["triathlon", "--query", "15"], "use --query 2 or fewer"),
+    (["triathlon", "--way", "17"], "use --way 16 or fewer"),
+    (["triathlon", "--inner-rate", "0.1,0.2"], "--inner-rate 0.1,0.2 has 2 values"),
+])
+def test_bad_command_line(args, word, fake_data):
+    """A mistake on the command line is one sentence that names it."""
+    with pytest.raises(boml.Problem) as problem:
+        boml.main([*args[:1], "--data", str(fake_data), "--query", "2", *args[1:]])
+    assert word in str(problem.value) and "\n" not in str(problem.value)
+
+
+def spoil(folder, fake_data, how):
+    whole = (fake_data / "cifar_fs.npz").read_bytes()
+    if how == "truncated":
+        (folder / "cifar_fs.npz").write_bytes(whole[: len(whole) // 2])
+    elif how == "missing key":
+        np.savez(folder / "cifar_fs.npz", images=np.zeros((3, 28, 28), np.uint8))
+    else:
+        with np.load(fake_data / "cifar_fs.npz") as z:
+            np.savez(folder / "cifar_fs.npz", images=z["images"].astype(np.float32), labels=z["labels"], names=z["names"])
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing key", "not uint8"])
+def test_bad_data_file(how, fake_data, tmp_path):
+    """A file that is not what it should be is named."""
+    spoil(tmp_path, fake_data, how)
+    with pytest.raises(boml.Problem, match="cifar_fs.npz"):
+        boml.load_dataset("cifar_fs", tmp_path)
+
+
+def test_problem_is_one_line_and_status_2(fake_data):
+    """The person sees one sentence and no traceback; the exit status is 2."""
+    code, text, errors = command("triathlon", "--methods", "reptile")
+    assert code == 2 and errors.count("\n") == 1 and errors.startswith("boml: ") and not text
+    code, text, errors = command("imagenet", program="data_prep.py")
+    assert code == 2 and errors.count("\n") == 1 and errors.startswith("data_prep: ") and not text
+
+
+def test_other_settings_are_refused(tmp_path):
+    """A run of other settings in the same folder is not continued; the difference is named."""
+    sequence = [toy_data(0)]
+    boml.run(toy_config(), "triathlon", "cpu", "maml", 0, sequence, tmp_path, lambda *_: None)
+    with pytest.raises(boml.Problem, match="outer_rate was 0.001, now 0.1"):
+        boml.run(toy_config(outer_rate=0.1), "triathlon", "cpu", "maml", 0, sequence, tmp_path, lambda *_: None)
+
+
+# ----------------------------------------------------------------------------------------------- Preparation
+
+
+def png(size=(105, 105), seed=0):
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 2, size, dtype=np.uint8) * 255).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_omniglot(folder):
+    for part, alphabets in (("background", ["Greek", "Latin"]), ("evaluation", ["Tagalog"])):
+        with zipfile.ZipFile(folder / f"images_{part}.zip", "w") as z:
+            for a in alphabets:
+                for d in range(3):
+                    z.writestr(f"images_{part}/{a}/character01/{d}.png", png(seed=d))
+
+
+def write_quickdraw(folder):
+    for c in ("cat", "The Eiffel Tower"):
+        np.save(folder / f"{c}.npy", np.full((4, 784), 255, np.uint8))
+
+
+def write_cifar(folder, rows=6):
+    pixels = np.zeros((rows, 3, 32, 32), np.uint8)
+    pixels[:, 0], pixels[:, 2] = 200, 50  # red 200, green 0, blue 50
+    data = np.concatenate([np.full((rows, 1), 9), np.arange(rows)[:, None] % 2, pixels.reshape(rows, -1)], 1).astype(np.uint8)
+    with tarfile.open(folder / "cifar-100-binary.tar.gz", "w:gz") as tar:
+        for name, content in (("train.bin", data.tobytes()), ("test.bin", data[:2].tobytes()),
+                              ("fine_label_names.txt", b"apple\nbear\n")):
+            info = tarfile.TarInfo(f"cifar-100-binary/{name}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+ARCHIVES = {"omniglot": (write_omniglot, 3, 9), "mini_quickdraw": (write_quickdraw, 2, 8), "cifar_fs": (write_cifar, 2, 8)}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_archive_in_official_layout(name, tmp_path, monkeypatch):
+    """A small archive in the official layout is packed to sorted 28x28 bytes with class names, without a pickle."""
+    write, classes, images = ARCHIVES[name]
+    write(tmp_path)
+    monkeypatch.setitem(data_prep.CLASSES, name, classes)
+    data_prep.pack(name, tmp_path, tmp_path / "data")
+    x, labels, names = boml.read_npz(tmp_path / "data" / f"{name}.npz")
+    assert len(names) == classes and len(x) == images and x.dtype == np.uint8 and x.shape[1:3] == (28, 28)
+    if name == "mini_quickdraw":
+        assert (x == 0).all()  # bright strokes on black became dark on white
+    if name == "cifar_fs":
+        assert (x[0, 14, 14] == [200, 0, 50]).all() and names.tolist() == ["apple", "bear"]
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_damaged_archive(name, tmp_path):
+    """An archive cut in half, or with the wrong number of classes, ends in a sentence and no file."""
+    ARCHIVES[name][0](tmp_path)
+    with pytest.raises(data_prep.Problem, match="classes, not"):
+        data_prep.pack(name, tmp_path, tmp_path / "data")
+    for path in tmp_path.iterdir():
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(data_prep.Problem, match="damaged|cut off"):
+        data_prep.pack(name, tmp_path, tmp_path / "data")
+    assert not list(tmp_path.glob("data/*.npz"))
+
+
+@pytest.mark.skipif(not RAW.is_dir(), reason="the real archives are not here")
+@pytest.mark.parametrize("name, images", [("omniglot", 32460), ("mini_quickdraw", 34500), ("cifar_fs", 13000)])
+def test_real_archive(name, images, tmp_path):
+    """The real archives pack to their known counts, and load with the paper's split."""
+    data_prep.pack(name, RAW, tmp_path)
+    data = boml.load_dataset(name, tmp_path)
+    assert len(data.images) == images
+    assert tuple(len(data.splits[s]) for s in ("train", "val", "test")) == boml.DATASETS[name].classes
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves CONTENT with ranges; /cut breaks off after 1000 bytes, /plain ignores ranges, /gone is not there."""
+
+    CONTENT = np.random.default_rng(0).bytes(5000)
+
+    def do_GET(self):
+        if self.path == "/gone":
+            return self.send_error(404)
+        begin, end = 0, len(self.CONTENT)
+        if (wanted := self.headers.get("Range")) and self.path != "/plain":
+            begin, last = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted).groups()
+            begin, end = int(begin), min(int(last) + 1, end) if last else end
+            if begin >= end:
+                return self.send_error(416)
+        self.send_response(206 if wanted and self.path != "/plain" else 200)
+        self.send_header("Content-Length", str(end - begin))
+        self.end_headers()
+        self.wfile.write(self.CONTENT[begin : min(end, begin + 1000) if self.path == "/cut" else end])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("path, before", [("whole", 0), ("cut", 0), ("whole", 1234), ("plain", 1234), ("whole", 5000)])
+def test_download_is_whole(path, before, server, tmp_path):
+    """Whether cut, resumed from a part, or served without ranges, the file arrives whole and is checked."""
+    (tmp_path / "f.part").write_bytes(Server.CONTENT[:before])
+    md5 = hashlib.md5(Server.CONTENT).hexdigest()
+    assert data_prep.download(f"{server}/{path}", tmp_path / "f", md5).read_bytes() == Server.CONTENT
+    assert not (tmp_path / "f.part").exists()
+
+
+def test_download_of_a_beginning(server, tmp_path):
+    """With a size, just that many first bytes are fetched, also where the connection is cut."""
+    for path in ("whole", "cut", "plain"):
+        assert data_prep.download(f"{server}/{path}", tmp_path / path, size=2500).read_bytes() == Server.CONTENT[:2500]
+
+
+def test_wrong_checksum_is_refused(server, tmp_path):
+    """A download whose checksum differs is deleted and reported."""
+    with pytest.raises(data_prep.Problem, match="has md5"):
+        data_prep.download(f"{server}/whole", tmp_path / "f", "0" * 32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_server_without_the_file(server, tmp_path):
+    """An error of the server, or no server, leaves the dataset out."""
+    with pytest.raises(data_prep.Unreachable, match="404"):
+        data_prep.download(f"{server}/gone", tmp_path / "f")
+    with pytest.raises(data_prep.Unreachable, match="cannot be reached"):
+        data_prep.download("http://127.0.0.1:9/f", tmp_path / "f")
