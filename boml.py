@@ -56,6 +56,13 @@ class Config:  # the defaults are the paper's schedule; each comment below is al
     eval_steps: str = ""  # k in meta-evaluation, likewise
     eval_tasks: int = 100  # tasks of each evaluation of each dataset
     eval_every: int = 500  # iterations between evaluations on every dataset of the sequence
+    past_weight: float = 100.0  # lambda, on every past dataset's curvature (BomLA)
+    hessian_tasks: int = 5000  # tasks of the curvature of each dataset (BomLA)
+    averaging: str = "averages"  # of the curvature over tasks: averages of factors, or products of factors (BomLA)
+    jacobian_rate: str = ""  # alpha in the adaptation's Jacobian; empty: the dataset's own, 1: the paper's, 0: none (BomLA)
+    merge_rank: int = 1  # Kronecker pairs kept per layer; 0: all of them (BomLA)
+    exact_labels: bool = False  # in the Fisher the expectation over the model's labels, not one draw (BomLA)
+    support_hessian: bool = False  # add the curvature of the support loss, which Algorithm 1 leaves out (BomLA)
     split: str = "test"  # classes to evaluate on: test, or val to choose settings by
 
 
@@ -79,23 +86,9 @@ DATASETS = {
 }
 SCHEDULES = {  # `paper` is Config's defaults (Table 1); `cpu` is the same network and rates on fewer, smaller meta-batches
     "paper": {},
-    "cpu": dict(query=5, meta_batch=4, iterations=250, eval_every=125),
+    "cpu": dict(query=5, meta_batch=4, iterations=300, eval_every=100, hessian_tasks=100),
 }
 EXPERIMENTS = {"triathlon": "omniglot,mini_quickdraw,cifar_fs", "run": ""}  # run: any --sequence
-
-
-class Method(NamedTuple):
-    label: str
-    data: str  # what it trains on: "current" dataset, "all" so far, or a "buffer" of past tasks
-    start: str  # where each dataset's training starts: "previous" parameters, or "scratch"
-    colour: str
-
-
-METHODS = {  # in the order that shows the contrast early
-    "maml": Method("Sequential MAML", "current", "previous", "#d55e00"),
-    "toe": Method("Train-On-Everything", "all", "scratch", "#0072b2"),
-    "ftml": Method("Follow-The-Meta-Leader", "buffer", "previous", "#009e73"),
-}
 
 
 class Problem(Exception):
@@ -349,11 +342,11 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------- Adaptation
 
 
-def adapt(p: Params, x: Tensor, y: Tensor, rate: float, steps: int, second_order=False) -> tuple[Params, Tensor]:
+def adapt(p: Params, x, y, rate: float, steps: int, second_order=False, net=network) -> tuple[Params, Tensor]:
     """Eq. 1: `steps` steps of SGD on the support loss, all tasks at once. Also that loss (T,) before the first."""
     first = None
     for _ in range(steps):
-        loss = cross_entropy(network(p, x), y)
+        loss = cross_entropy(net(p, x), y)
         first = loss if first is None else first
         grads = torch.autograd.grad(loss.sum(), list(p.values()), create_graph=second_order)
         p = {n: v - rate * g for (n, v), g in zip(p.items(), grads)}
@@ -367,7 +360,7 @@ def spread(theta: Params, tasks: int) -> Params:
     return {n: v.expand(tasks, *v.shape) for n, v in theta.items()}
 
 
-def meta_gradient(theta: Params, batch, rate: float, steps: int, support_weight: float) -> tuple[Tensor, list[Tensor]]:
+def meta_gradient(theta: Params, batch, rate, steps, support_weight, net=network) -> tuple[Tensor, list[Tensor]]:
     """Sum over tasks of L(adapted, query) [Eq. 2] + support_weight L(theta, support) [Eq. 8], and its gradient.
 
     The true, second-order gradient, in two parts to save memory: dL/d(adapted) first, a few tasks at a time with
@@ -375,18 +368,237 @@ def meta_gradient(theta: Params, batch, rate: float, steps: int, support_weight:
     """
     x_s, y_s, x_q, y_q = batch
     T = len(x_s)
-    adapted, first = adapt(spread(theta, T), x_s, y_s, rate, steps, second_order=True)
+    adapted, first = adapt(spread(theta, T), x_s, y_s, rate, steps, True, net)
     chunk = 1 if x_s.device.type == "cpu" else T  # on a CPU one task's activations stay in cache
     loss, cotangents = support_weight * first.detach().sum(), []
     for part in (slice(t, t + chunk) for t in range(0, T, chunk)):
         leaf = {n: v[part].detach().requires_grad_() for n, v in adapted.items()}
-        query_loss = cross_entropy(network(leaf, x_q[part]), y_q[part]).sum()
+        query_loss = cross_entropy(net(leaf, x_q[part]), y_q[part]).sum()
         cotangents.append(torch.autograd.grad(query_loss, list(leaf.values())))
         loss = loss + query_loss.detach()
     outputs, weights = list(adapted.values()), [torch.cat(c) for c in zip(*cotangents)]
     if support_weight:
         outputs, weights = outputs + [first], weights + [torch.full_like(first, support_weight)]
     return loss, list(torch.autograd.grad(outputs, list(theta.values()), weights))
+
+
+# ----------------------------------------------------------------------------------------------------- Laplace
+# BomLA. The posterior of theta is N(mean, precision^-1); the precision is block-diagonal over layers, each block a sum
+# of Kronecker products A (x) G that is never formed: (A (x) G) vec(D) = vec(G D A'). A layer's parameters as a matrix D:
+#   conv    (O, 9C), in the order of F.unfold: channel, row, column      A (9C, 9C)      G (O, O)
+#   linear  (N, features + 1), the bias last                             A (D+1, D+1)    G (N, N)
+#   norm    (C, 2): scale and shift                                      unit-wise blocks F (C, 2, 2) instead
+
+Block = tuple[Tensor, ...]  # (A, G), with a leading axis of r pairs where they are summed; (F,) for batch norm
+
+
+def to_matrix(p: Params, name: str) -> Tensor:
+    if name.startswith("conv"):
+        return p[f"{name}.weight"].flatten(1)
+    weight, bias = p[f"{name}.weight"], p[f"{name}.bias"][:, None]
+    return torch.cat([weight if weight.dim() == 2 else weight[:, None], bias], 1)
+
+
+def to_params(matrix: Tensor, name: str, like: Params) -> Params:
+    """The inverse of to_matrix."""
+    if name.startswith("conv"):
+        return {f"{name}.weight": matrix.view_as(like[f"{name}.weight"])}
+    return {f"{name}.weight": matrix[:, :-1].reshape(like[f"{name}.weight"].shape), f"{name}.bias": matrix[:, -1]}
+
+
+def layers_of(p: Params) -> list[str]:
+    return [n.removesuffix(".weight") for n in p if n.endswith(".weight")]
+
+
+def input_factor(name: str, x: Tensor, T: int) -> Tensor:
+    """A (T, P, P): mean over images of the sum over locations of the outer product of the layer's input with itself."""
+    if name.startswith("conv"):
+        u = F.unfold(x, 3, padding=1).unflatten(1, (T, -1)).permute(1, 2, 0, 3).flatten(2)  # (T, 9C, B*H*W)
+        return u @ u.mT / len(x)
+    x = torch.cat([x, torch.ones_like(x[..., :1])], -1)  # (T, B, D+1)
+    return x.mT @ x / x.shape[1]
+
+
+def output_factor(name: str, x: Tensor, g: Tensor, T: int) -> Tensor:
+    """G (T, O, O): mean over images and locations of g g', g being the gradient in the layer's output.
+
+    Batch norm: the unit-wise block (T, C, 2, 2), the mean over images of the outer product of the gradient in (scale,
+    shift), which sums over locations.
+    """
+    if name.startswith("conv"):
+        g = g.unflatten(1, (T, -1)).permute(1, 2, 0, 3, 4).flatten(2)  # (T, O, B*H*W)
+        return g @ g.mT / g.shape[2]
+    if name.startswith("norm"):
+        normal = F.batch_norm(x, None, None, training=True)
+        g = torch.stack([(g * normal).sum((2, 3)), g.sum((2, 3))], -1).unflatten(1, (T, -1))  # (B, T, C, 2)
+        return (g[..., None] * g[..., None, :]).mean(0)
+    return g.mT @ g / g.shape[1]
+
+
+def fisher_blocks(p: Params, x: Tensor, exact: bool, rng, net=network) -> dict[str, Block]:
+    """K-FAC of T networks on their own inputs x (T, B, ...): of each layer A and G, one per task.
+
+    The labels are the model's own, never the data's: one draw, or the expectation over all of them, for which the
+    columns sqrt(p_c) (p - e_c) of the square root of diag(p) - p p' are N gradients in the logits.
+    """
+    seen = {}
+
+    def watched(p, name, x):
+        seen[name] = x, layer(p, name, x)
+        return seen[name][1]
+
+    logits = net(p, x, watched)  # (T, B, N)
+    prob, eye = logits.detach().softmax(-1), torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    if exact:
+        signals = [prob[..., c, None].sqrt() * (prob - eye[c]) for c in range(len(eye))]
+    else:
+        signals = [prob - eye[prob.flatten(0, 1).multinomial(1, generator=rng).view(prob.shape[:2])]]
+    outputs, G = [h for _, h in seen.values()], dict.fromkeys(seen, 0.0)
+    for signal in signals:
+        for (name, (inputs, _)), g in zip(seen.items(), torch.autograd.grad(logits, outputs, signal, retain_graph=True)):
+            G[name] = G[name] + output_factor(name, inputs.detach(), g, len(x))
+    inputs = {n: h.detach() for n, (h, _) in seen.items()}
+    return {n: (G[n],) if n.startswith("norm") else (input_factor(n, inputs[n], len(x)), G[n]) for n in seen}
+
+
+def sandwich(support: Block, query: Block, a: float) -> Block:
+    """(I - a A(x)G) (A_q(x)G_q) (I - a A(x)G)' = A_q(x)G_q - a AA_q(x)GG_q - a A_qA(x)G_qG + a^2 AA_qA(x)GG_qG."""
+    if len(support) == 1:
+        J = torch.eye(2, dtype=support[0].dtype, device=support[0].device) - a * support[0]
+        return (J @ query[0] @ J.mT,)
+    (A, G), (A_q, G_q) = support, query
+    terms = lambda X, X_q: torch.stack([X_q, X @ X_q, X_q @ X, X @ X_q @ X], -3)  # (..., 4, P, P)
+    return terms(A, A_q), terms(G, G_q) * G.new_tensor([1, -a, -a, a * a])[:, None, None]
+
+
+def adapted_curvature(theta: Params, batches, rate, steps, a: float, cfg: Config, rng, net=network) -> dict[str, Block]:
+    """Appendix A.3.1: the Fisher of the query sets at the adapted parameters as seen from theta (Eq. 11).
+
+    The adaptation's Jacobian is I - a H, H being K-FAC's curvature of the support loss at theta.
+    DIFFERS: the paper has a = 1; the derivative of one step of SGD has a = its rate.
+    The mean over tasks is taken of each `products` of factors, as in the paper, or of each factor (`averages`).
+    """
+    sums, tasks, products = {}, 0, cfg.averaging == "products"
+    for x_s, y_s, x_q, _ in batches:
+        T = len(x_s)
+        start = {n: v.detach().requires_grad_() for n, v in spread(theta, T).items()}
+        support = fisher_blocks(start, x_s, cfg.exact_labels, rng, net)
+        adapted, _ = adapt(start, x_s, y_s, rate, steps, net=net)
+        chunk = 1 if x_s.device.type == "cpu" else T
+        parts = [fisher_blocks({n: v[t : t + chunk] for n, v in adapted.items()}, x_q[t : t + chunk], cfg.exact_labels,
+                               rng, net) for t in range(0, T, chunk)]
+        for name, s in support.items():
+            q = tuple(torch.cat(f) for f in zip(*(part[name] for part in parts)))
+            new = [f.sum(0) for f in (*(sandwich(s, q, a) if products else q), *s)]
+            sums[name] = [x + y for x, y in zip(sums[name], new)] if name in sums else new
+        tasks += T
+    blocks = {}
+    for name, block in sums.items():
+        mean = [f / tasks for f in block]
+        q, s = mean[: len(mean) // 2], mean[len(mean) // 2 :]
+        blocks[name] = tuple(q) if products else sandwich(s, q, a)
+        if cfg.support_hessian:
+            blocks[name] = add_blocks(blocks[name], tuple(s) if len(s) == 1 else (s[0][None], s[1][None]))
+    return blocks
+
+
+def add_blocks(one: Block, other: Block) -> Block:
+    """The sum: batch norm's adds up, Kronecker products are kept side by side."""
+    return (one[0] + other[0],) if len(one) == 1 else tuple(torch.cat(pair) for pair in zip(one, other))
+
+
+def merge(block: Block, rank: int) -> Block:
+    """The nearest sum of `rank` Kronecker products in Frobenius norm (Van Loan and Pitsianis 1993).
+
+    Rearranged, the sum of A_i(x)G_i is the matrix of vec(A_i) vec(G_i)', whose best approximation of a rank is its SVD;
+    that needs no more than the r x r triangles of two QR decompositions. One pair of a positive semi-definite sum is
+    positive semi-definite.
+    """
+    if len(block) == 1 or not rank or len(block[0]) <= rank:
+        return block
+    A, G = (f.flatten(1).T.double() for f in block)  # (P*P, r), (O*O, r)
+    (Q_a, R_a), (Q_g, R_g) = torch.linalg.qr(A), torch.linalg.qr(G)
+    U, S, V = torch.linalg.svd(R_a @ R_g.T)
+    A, G = Q_a @ U[:, :rank], Q_g @ (V.T[:, :rank] * S[:rank])
+    sign = A[:: block[0].shape[-1] + 1].sum(0).sign()  # of A's trace: both factors positive rather than both negative
+    sign = torch.where(sign == 0, 1.0, sign)
+    return tuple((f * sign).T.reshape(rank, *x.shape[1:]).to(x.dtype) for f, x in zip((A, G), block))
+
+
+def times(block: Block, D: Tensor) -> Tensor:
+    """The block's matrix times vec(D), as a matrix again: (A(x)G) vec(D) = vec(G D A'), summed over pairs."""
+    if len(block) == 1:
+        return (block[0] @ D[..., None])[..., 0]
+    return (block[1] @ D @ block[0].mT).sum(0)
+
+
+class Point:
+    """No posterior: a point estimate, which is all that MAML and its kin carry forward."""
+
+    support_weight = 0.0  # of the pre-adaptation support loss, f(2) in Eq. 8
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+    def gradient(self, theta: Params, batch, rate: float, steps: int) -> tuple[Tensor, list[Tensor]]:
+        """The sum over tasks of the likelihood's part of the objective, and its gradient."""
+        return meta_gradient(theta, batch, rate, steps, self.support_weight)
+
+    def penalty(self, theta: Params) -> tuple[Tensor | float, list[Tensor] | None]:
+        """The prior's part of the objective, and its gradient."""
+        return 0.0, None
+
+    def absorb(self, theta: Params, data: Dataset, channels: int, rng):
+        """What the posterior takes from the dataset just learned."""
+
+    def state(self) -> dict:
+        return {}
+
+    def load(self, state: dict):
+        pass
+
+
+class Laplace(Point):
+    """BomLA, Algorithm 1: mean mu_t and precision Lambda_t = lambda H_t + Lambda_{t-1}."""
+
+    support_weight = 1.0
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.mean, self.blocks = {}, {}  # mu_0 = 0, and no curvature yet
+
+    def penalty(self, theta):
+        """1/2 (theta - mu)' Lambda (theta - mu) and Lambda (theta - mu)."""
+        value, grads = 0.0, {}
+        for name in layers_of(theta):
+            D = to_matrix(theta, name).detach()
+            if self.mean:
+                D = D - to_matrix(self.mean, name)
+            # Lambda_0, the authors' values. DIFFERS: a multiple of the identity; their code has a matrix of ones.
+            product = D * (1e-2 if name.startswith("linear") else 1e-4)
+            if name in self.blocks:
+                product = product + times(self.blocks[name], D)
+            value = value + 0.5 * (D * product).sum()
+            grads |= to_params(product, name, theta)
+        return value, [grads[n] for n in theta]
+
+    def absorb(self, theta, data, channels, rng):
+        cfg, setting = self.cfg, data.setting
+        sizes = [min(8, cfg.hessian_tasks - done) for done in range(0, cfg.hessian_tasks, 8)]
+        batches = (fetch(data, sample_tasks(data, "train", T, cfg, rng), cfg, channels) for T in sizes)
+        a = float(cfg.jacobian_rate or setting.inner_rate)
+        new = adapted_curvature(theta, batches, setting.inner_rate, setting.inner_steps, a, cfg, rng)
+        self.mean = {n: v.detach().clone() for n, v in theta.items()}
+        for name, block in new.items():
+            block = (*block[:-1], block[-1] * cfg.past_weight)
+            block = add_blocks(self.blocks[name], block) if name in self.blocks else block
+            self.blocks[name] = merge(block, cfg.merge_rank)
+
+    def state(self):
+        return dict(mean=self.mean, blocks=self.blocks)
+
+    def load(self, state):
+        self.mean, self.blocks = state["mean"], state["blocks"]
 
 
 # -------------------------------------------------------------------------------------------------- Evaluation
@@ -413,6 +625,22 @@ def evaluate(theta: Params, data: Dataset, cfg: Config, channels: int, seed: int
 
 
 # --------------------------------------------------------------------------------------------------------- Run
+
+
+class Method(NamedTuple):
+    label: str
+    data: str  # what it trains on: "current" dataset, "all" so far, or a "buffer" of past tasks
+    start: str  # where each dataset's training starts: "previous" parameters, or "scratch"
+    posterior: type[Point]  # what it carries forward beside them
+    colour: str
+
+
+METHODS = {  # in the order that shows the contrast early
+    "maml": Method("Sequential MAML", "current", "previous", Point, "#d55e00"),
+    "bomla": Method("BomLA", "current", "previous", Laplace, "#222222"),
+    "toe": Method("Train-On-Everything", "all", "scratch", Point, "#0072b2"),
+    "ftml": Method("Follow-The-Meta-Leader", "buffer", "previous", Point, "#009e73"),
+}
 
 
 class Tasks:
@@ -456,28 +684,31 @@ class Tasks:
         self.buffer[t][i * M : (i + 1) * M] = new
 
 
-def meta_step(theta: Params, optimiser, batch, cfg: Config, channels: int, rate: float) -> Tensor:
+def meta_step(theta: Params, posterior: Point, optimiser, batch, cfg: Config, channels: int, rate: float) -> Tensor:
     """One outer update of theta on a meta-batch, each dataset in it with its own alpha and k; returns the loss."""
-    total, grads = 0.0, None
+    loss, grads = posterior.penalty(theta)
     for data, index in batch:
         tasks = fetch(data, index, cfg, channels)
-        loss, g = meta_gradient(theta, tasks, data.setting.inner_rate, data.setting.inner_steps, 0.0)
-        total, grads = total + loss, g if grads is None else [a + b for a, b in zip(grads, g)]
+        value, new = posterior.gradient(theta, tasks, data.setting.inner_rate, data.setting.inner_steps)
+        loss, new = loss + value / cfg.meta_batch, [g / cfg.meta_batch for g in new]
+        grads = new if grads is None else [a + b for a, b in zip(grads, new)]
     for p, g in zip(theta.values(), grads):
-        p.grad = g / cfg.meta_batch
+        p.grad = g
     optimiser.param_groups[0]["lr"] = rate
     optimiser.step()
-    return total / cfg.meta_batch
+    return loss
 
 
 def run(cfg: Config, experiment: str, schedule: str, method: str, seed: int, sequence: list[Dataset], out: Path, tell):
     """Algorithm 1 for one method and one seed; `tell(share done, text)` hears of the progress."""
     row, channels, device = METHODS[method], 3, sequence[0].images.device
-    tasks = Tasks(row.data, sequence, cfg, seed)
+    tasks, posterior = Tasks(row.data, sequence, cfg, seed), row.posterior(cfg)
     begin = time.time()
     facts = dict(experiment=experiment, method=method, seed=seed, schedule=schedule, data=kind_of(sequence))
     state = resume(out, dict(facts, sequence=[d.name for d in sequence], **dataclasses.asdict(cfg)))
-    theta, optimiser, tasks.buffer = state.get("theta"), None, state.get("buffer", [])
+    theta, tasks.buffer = state.get("theta"), state.get("buffer", [])
+    if theta:
+        posterior.load(state["posterior"])
     work = [1 + d.setting.inner_steps for d in sequence]  # an iteration's cost, roughly
     for t in range(state["stage"], len(sequence)):  # a dataset arrives
         if theta is None or (row.start == "scratch" and not state["iteration"]):
@@ -487,7 +718,7 @@ def run(cfg: Config, experiment: str, schedule: str, method: str, seed: int, seq
             optimiser.load_state_dict(state["optimiser"])
         for i in range(state["iteration"], cfg.iterations):  # meta-training on it
             rate = cfg.outer_rate * 0.1 ** sum(i >= f * cfg.iterations for f in sequence[t].setting.decay)
-            loss = meta_step(theta, optimiser, tasks.batch(t, i), cfg, channels, rate)
+            loss = meta_step(theta, posterior, optimiser, tasks.batch(t, i), cfg, channels, rate)
             share = (sum(work[:t]) + work[t] * (i + 1) / cfg.iterations) / sum(work)
             tell(share, f"{method}-{seed} {sequence[t].name} {i + 1}/{cfg.iterations}")
             if (i + 1) % cfg.eval_every == 0 or i + 1 == cfg.iterations:
@@ -498,9 +729,10 @@ def run(cfg: Config, experiment: str, schedule: str, method: str, seed: int, seq
                     seconds = state["seconds"] + time.time() - begin
                     where = dict(stage=t + 1, trained=sequence[t].name, iteration=i + 1, evaluated=data.name)
                     add_row(out, dict(facts, **where, **scores, seconds=round(seconds, 1)))
-                done = i + 1 == cfg.iterations
+                if done := i + 1 == cfg.iterations:
+                    posterior.absorb(theta, sequence[t], channels, stream(device, seed, "absorb", t))
                 position = dict(stage=t + done, iteration=0 if done else i + 1, seconds=seconds)
-                checkpoint(out, state["settings"], position, theta, optimiser, tasks.buffer)
+                checkpoint(out, state["settings"], position, theta, optimiser, tasks.buffer, posterior.state())
         state["iteration"] = 0
         if t + 1 < len(sequence):
             tell(share, "")
@@ -516,11 +748,11 @@ def add_row(out: Path, row: dict):
         file.write(json.dumps(row) + "\n")
 
 
-def checkpoint(out: Path, settings: dict, position: dict, theta: Params, optimiser, buffer: list[Tensor]):
+def checkpoint(out: Path, settings, position, theta: Params, optimiser, buffer: list[Tensor], posterior: dict):
     """Everything a resumed run needs; written beside the old one, flushed, then put in its place."""
     theta = {n: v.detach() for n, v in theta.items()}
     state = dict(position, settings=settings, theta=theta, optimiser=optimiser.state_dict(), buffer=buffer,
-                 record=(out / "record.jsonl").stat().st_size)
+                 posterior=posterior, record=(out / "record.jsonl").stat().st_size)
     with open(out / "checkpoint.tmp", "wb") as file:
         torch.save(state, file)
         file.flush()
@@ -723,8 +955,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     for field in dataclasses.fields(Config):
         cpu = SCHEDULES["cpu"].get(field.name)
         default = f" (default: {field.default}{f'; {cpu} in the cpu schedule' if cpu else ''})" if field.default != "" else ""
-        kind = {"int": int, "float": float, "str": str}[field.type]
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, help=help_of[field.name] + default)
+        kind = {"int": int, "float": float, "str": str, "bool": None}[field.type]
+        how = dict(type=kind) if kind else dict(action=argparse.BooleanOptionalAction)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", help=help_of[field.name] + default, **how)
     args = parser.parse_args(argv)
     need(args.experiment in EXPERIMENTS, f"{args.experiment!r} is not an experiment; choose from {', '.join(EXPERIMENTS)}.")
     args.sequence, args.methods, args.seeds = (
@@ -740,7 +973,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     cfg = dataclasses.replace(Config(), **SCHEDULES[args.schedule] | given)
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
-        need(isinstance(value, str) or value > 0, f"--{field.name.replace('_', '-')} is {value}; it must be above 0.")
+        fine = isinstance(value, (str, bool)) or value > 0 or field.name in ("merge_rank", "past_weight") and value == 0
+        need(fine, f"--{field.name.replace('_', '-')} is {value}; it must be above 0.")
+    need(cfg.averaging in ("averages", "products"), f"--averaging is {cfg.averaging!r}; it must be averages or products.")
     need(cfg.split in ("test", "val"), f"--split is {cfg.split!r}; it must be test or val.")
     return args, cfg
 

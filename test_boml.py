@@ -31,7 +31,7 @@ def assert_close(a, b, rtol=1e-9, atol=1e-11):
 
 
 def toy_config(**changes):
-    return dataclasses.replace(boml.Config(), **dict(filters=4, query=2, meta_batch=2, iterations=3, eval_tasks=2) | changes)
+    return dataclasses.replace(boml.Config(), **dict(filters=4, query=2, meta_batch=2, iterations=3, eval_tasks=2, hessian_tasks=3) | changes)
 
 
 def toy_data(seed=0, classes=15, least=4, most=7, turns=1, channels=1, name="omniglot", device="cpu"):
@@ -259,10 +259,10 @@ def test_training_step_on_meta_device(method):
     cfg = toy_config(meta_batch=3)
     sequence = [toy_data(0, turns=4, device="meta"), toy_data(1, channels=3, device="meta")]
     theta = {n: v.detach().requires_grad_() for n, v in boml.init_params(cfg, 3, None, "meta").items()}
-    optimiser = torch.optim.Adam(theta.values())
+    optimiser, posterior = torch.optim.Adam(theta.values()), boml.METHODS[method].posterior(cfg)
     tasks = boml.Tasks(boml.METHODS[method].data, sequence, cfg, 0)
     for t in range(2):
-        loss = boml.meta_step(theta, optimiser, tasks.batch(t, 0), cfg, 3, 0.001)
+        loss = boml.meta_step(theta, posterior, optimiser, tasks.batch(t, 0), cfg, 3, 0.001)
         assert loss.is_meta and all(p.grad.is_meta for p in theta.values())
 
 
@@ -282,7 +282,7 @@ def fake_data(tmp_path_factory):
     return folder
 
 
-SMALL = "--filters 4 --iterations 4 --meta-batch 2 --query 2 --eval-tasks 3 --eval-every 2".split()
+SMALL = "--filters 4 --iterations 4 --meta-batch 2 --query 2 --eval-tasks 3 --eval-every 2 --hessian-tasks 3".split()
 
 
 def command(*args, program="boml.py"):
