@@ -931,6 +931,87 @@ def report(folder: Path) -> str:
     return table(summary)
 
 
+# ----------------------------------------------------------------------------------------------- Approximation
+# How near is the curvature that BomLA carries to the exact adapted Fisher of Eq. 11? On networks small enough to know.
+
+FORMS = {  # name: averaging, jacobian rate (None: alpha)
+    "no Jacobian": ("averages", 0.0),
+    "averages, rate alpha": ("averages", None),
+    "averages, rate 1": ("averages", 1.0),
+    "products, rate alpha": ("products", None),
+    "products, rate 1": ("products", 1.0),
+}
+
+
+def tanh_network(p: Params, x: Tensor, layer=layer) -> Tensor:
+    *hidden, last = layers_of(p)
+    for name in hidden:
+        x = torch.tanh(layer(p, name, x))
+    return layer(p, last, x)
+
+
+def tiny_problem(seed: int, iterations: int, alpha: float, sizes=(4, 5, 5, 3), tasks=8) -> tuple[Params, tuple]:
+    """A tanh network, meta-trained for some iterations on random 3-way tasks, and a batch of tasks; float64."""
+    rng = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.double)
+
+    def batch(way=sizes[-1], query=5):  # each class a point and noise around it
+        x = normal(tasks, way, 1, sizes[0]) + 0.5 * normal(tasks, way, 1 + query, sizes[0])
+        y = torch.arange(way)[:, None].expand(tasks, way, 1 + query)
+        return tuple(part.flatten(1, 2) for s in (slice(0, 1), slice(1, None)) for part in (x[:, :, s], y[:, :, s]))
+
+    theta = {}
+    for l, (i, o) in enumerate(zip(sizes, sizes[1:])):
+        theta |= {f"linear{l}.weight": normal(o, i) / math.sqrt(i), f"linear{l}.bias": 0.1 * normal(o)}
+    theta = {n: v.requires_grad_() for n, v in theta.items()}
+    optimiser = torch.optim.Adam(theta.values(), 0.01)
+    for _ in range(iterations):
+        for p, g in zip(theta.values(), meta_gradient(theta, batch(), alpha, 1, 1.0, tanh_network)[1]):
+            p.grad = g / tasks
+        optimiser.step()
+    return theta, batch()
+
+
+def dense(block: Block) -> np.ndarray:
+    return sum(np.kron(A, G) for A, G in zip(*(f.detach().numpy() for f in block)))
+
+
+def approximation(folder: Path, nets: int = 10, alpha: float = 0.4) -> str:
+    """Table of relative Frobenius error and angle to the exact block, median over networks; also as a file."""
+    import reference_numpy as reference
+
+    found: dict[str, list] = {}
+    for trained in (0, 300):
+        for steps in (1, 3):
+            for seed in range(nets):
+                theta, batch = tiny_problem(seed, trained, alpha)
+                net = [to_matrix(theta, n).detach().numpy() for n in layers_of(theta)]
+                exact = reference.adapted_fisher(net, list(zip(*(b.numpy() for b in batch))), alpha, steps)
+                for form, (averaging, rate) in FORMS.items():
+                    cfg = Config(averaging=averaging, exact_labels=True)
+                    a = alpha if rate is None else rate
+                    blocks = adapted_curvature(theta, [batch], alpha, steps, a, cfg, None, tanh_network)
+                    for pairs, rank in (("all pairs", 0), ("one pair", 1)):
+                        for l, (where, block) in enumerate(zip(reference.blocks(net), blocks.values())):
+                            X, Y = dense(merge(block, rank)), exact[where, where]
+                            cosine = (X * Y).sum() / np.linalg.norm(X) / np.linalg.norm(Y)
+                            key = f"{'trained' if trained else 'untrained'}, k={steps}|{form}|{pairs}|layer {l + 1}"
+                            error = np.linalg.norm(X - Y) / np.linalg.norm(Y)
+                            found.setdefault(key, []).append((error, np.degrees(np.arccos(min(cosine, 1.0)))))
+    medians = {key: [round(float(m), 3) for m in np.median(values, 0)] for key, values in found.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = dict(nets=nets, alpha=alpha, measured="relative Frobenius error, angle in degrees: median over networks")
+    (folder / "approximation.json").write_text(json.dumps(facts | dict(medians=medians), indent=1))
+    lines = [f"Relative Frobenius error / angle in degrees to the exact adapted Fisher's block; median of {nets} networks"]
+    for state in dict.fromkeys(key.split("|")[0] for key in medians):
+        lines.append(f"{state:32}" + "".join(f"{f'layer {l}':>14}" for l in (1, 2, 3)))
+        for form in FORMS:
+            for pairs in ("all pairs", "one pair"):
+                cells = [medians[f"{state}|{form}|{pairs}|layer {l}"] for l in (1, 2, 3)]
+                lines.append(f"  {form:20}  {pairs:8}" + "".join(f"{e:9.2f} /{d:3.0f}" for e, d in cells))
+    return "\n".join(lines)
+
+
 # ------------------------------------------------------------------------------------------------ Command line
 
 
@@ -941,7 +1022,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser = Parser(prog="boml.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", help=f"one of {', '.join(EXPERIMENTS)}")
+    parser.add_argument("experiment", help=f"one of {', '.join(EXPERIMENTS)}; approximation: how good BomLA's curvature is")
     parser.add_argument("--sequence", help=f"datasets in order, comma-separated, of {', '.join(DATASETS)} (default: the experiment's)")
     parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated, of %(default)s (default: all)")
     parser.add_argument("--seeds", default="0", help="comma-separated whole numbers (default: %(default)s)")
@@ -959,9 +1040,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         how = dict(type=kind) if kind else dict(action=argparse.BooleanOptionalAction)
         parser.add_argument(f"--{field.name.replace('_', '-')}", help=help_of[field.name] + default, **how)
     args = parser.parse_args(argv)
-    need(args.experiment in EXPERIMENTS, f"{args.experiment!r} is not an experiment; choose from {', '.join(EXPERIMENTS)}.")
+    known = ", ".join([*EXPERIMENTS, "approximation"])
+    need(args.experiment in known.split(", "), f"{args.experiment!r} is not an experiment; choose from {known}.")
     args.sequence, args.methods, args.seeds = (
-        text.split(",") for text in (args.sequence or EXPERIMENTS[args.experiment], args.methods, args.seeds))
+        text.split(",") for text in (args.sequence or EXPERIMENTS.get(args.experiment, "omniglot"), args.methods, args.seeds))
     for name in args.sequence:
         need(name in DATASETS, f"--sequence: {name!r} is not a dataset; choose from {', '.join(DATASETS)}.")
     for method in args.methods:
@@ -1018,6 +1100,8 @@ class Progress:
 
 def main(argv: list[str]):
     args, cfg = parse(argv)
+    if args.experiment == "approximation":
+        return print(approximation(args.out))
     sequence = load_sequence(args.sequence, cfg, args.data)  # any problem with the data shows before the work starts
     folder = args.out / args.experiment
     pairs = [(m, int(s)) for s in args.seeds for m in args.methods]

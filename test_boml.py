@@ -11,6 +11,7 @@ from PIL import Image
 
 import boml
 import data_prep
+import reference_numpy as reference
 
 settings.register_profile("boml", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("boml")
@@ -154,6 +155,348 @@ def test_norm_uses_the_batch(seed):
     theta, (x_s, *_) = toy_batch(seed, tasks=3)
     together = boml.network(boml.spread(theta, 3), x_s)
     assert_close(boml.network(boml.spread(theta, 1), x_s[1:2]), together[1:2])
+
+
+# ----------------------------------------------------------------------------------------------------- Laplace
+# The tiny tanh network of reference_numpy.py, run by boml's own code.
+
+
+def tiny(seed, sizes=(3, 4, 3), tasks=2, support=3, query=4, weight=1.0):
+    """A network as reference_numpy has it and as boml has it, and tasks likewise."""
+    rng = np.random.default_rng(seed)
+    net = [weight * rng.normal(size=(o, i + 1)) for i, o in zip(sizes, sizes[1:])]
+    theta = {}
+    for l, W in enumerate(net):
+        theta[f"linear{l}.weight"], theta[f"linear{l}.bias"] = torch.tensor(W[:, :-1]), torch.tensor(W[:, -1])
+    theta = {n: v.clone().requires_grad_() for n, v in theta.items()}
+    draw = lambda n: (rng.normal(size=(n, sizes[0])), rng.integers(0, sizes[-1], n))
+    listed = [(*draw(support), *draw(query)) for _ in range(tasks)]
+    return net, theta, listed, tuple(torch.tensor(np.stack(part)) for part in zip(*listed))
+
+
+def dense(block):
+    """The matrix that a block stands for."""
+    return torch.block_diag(*block[0]).detach().numpy() if len(block) == 1 else boml.dense(block)
+
+
+def random_block(seed, pairs, P=4, O=3, psd=False):
+    """A symmetric sum of Kronecker pairs: each non-symmetric pair comes with its transpose, as the cross terms do."""
+    g = torch.Generator().manual_seed(seed)
+    A, G = (torch.randn(pairs, n, n, generator=g, dtype=torch.double) for n in (P, O))
+    return (A @ A.mT, G @ G.mT) if psd else (torch.cat([A, A.mT]), torch.cat([G, G.mT]))
+
+
+def curvature(theta, batch, rate, steps, a, averaging="averages", **changes):
+    cfg = toy_config(averaging=averaging, **dict(exact_labels=True) | changes)
+    return boml.adapted_curvature(theta, [batch], rate, steps, a, cfg, None, boml.tanh_network)
+
+
+def laplace(blocks, mean, **changes):
+    posterior = boml.Laplace(toy_config(**changes))
+    posterior.mean, posterior.blocks = mean, blocks
+    return posterior
+
+
+@given(seeds, st.integers(1, 4))
+def test_operator_equals_dense_kronecker(seed, pairs):
+    """The block's product with vec(D) is that of the dense sum of Kronecker products."""
+    block = random_block(seed, pairs)
+    D = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+    product = dense(block) @ D.numpy().flatten(order="F")
+    assert_close(boml.times(block, D).numpy().flatten(order="F"), product)
+
+
+@given(seeds)
+def test_one_example_is_exact(seed):
+    """On one example every layer's K-FAC block, expectation over labels, equals the exact Fisher's."""
+    net, theta, tasks, batch = tiny(seed, sizes=(3, 4, 3, 3), tasks=1, query=1)
+    blocks = boml.fisher_blocks(boml.spread(theta, 1), batch[2], True, None, boml.tanh_network)
+    exact = reference.fisher(net, tasks[0][2])
+    for block, s in zip(blocks.values(), reference.blocks(net)):
+        assert_close(dense(block), exact[s, s])
+
+
+@given(seeds)
+def test_exact_on_a_linear_network_of_one_layer_and_equal_probabilities(seed):
+    """Where G does not depend on the input, as for zero weights of a linear softmax, K-FAC is exact on many examples."""
+    net, theta, tasks, batch = tiny(seed, sizes=(3, 4), tasks=1, weight=0.0)
+    blocks = boml.fisher_blocks(boml.spread(theta, 1), batch[2], True, None, boml.tanh_network)
+    assert_close(dense(blocks["linear0"]), reference.fisher(net, tasks[0][2]))
+
+
+@given(seeds)
+def test_kfac_factors_equal_reference(seed):
+    """A and G of every layer and task are the reference's."""
+    net, theta, tasks, batch = tiny(seed)
+    blocks = boml.fisher_blocks(boml.spread(theta, 2), batch[2], True, None, boml.tanh_network)
+    for m, task in enumerate(tasks):
+        A, G = reference.kfac_factors(net, task[2])
+        for l, (a, g) in enumerate(blocks.values()):
+            assert_close(a[m], A[l])
+            assert_close(g[m], G[l])
+
+
+def test_drawn_labels_approach_exact_ones():
+    """The mean of many factors with labels drawn from the model approaches that with the expectation over labels,
+    and not the empirical Fisher of the data's labels."""
+    net, theta, tasks, batch = tiny(5, tasks=1)
+    exact = boml.fisher_blocks(boml.spread(theta, 1), batch[2], True, None, boml.tanh_network)
+    rng = torch.Generator().manual_seed(0)
+    many = boml.fisher_blocks(boml.spread(theta, 4000), batch[2].expand(4000, -1, -1), False, rng, boml.tanh_network)
+    for name in exact:
+        G, mean, sd = exact[name][1][0], many[name][1].mean(0), many[name][1].std(0)
+        assert ((mean - G).abs() <= 5 * sd / 4000**0.5 + 1e-12).all(), name
+    empirical = [np.outer(g, g) for x, y in zip(tasks[0][2], tasks[0][3]) for g in [reference.gradient(net, x, y)]]
+    s = reference.blocks(net)[1]
+    A, G = exact["linear1"]
+    assert abs(np.mean(empirical, 0)[s, s] - dense((A, G))).max() > 0.05
+
+
+@given(seeds, st.integers(1, 3), st.sampled_from([0.0, 0.5]))
+def test_reference_meta_gradient_equals_boml(seed, steps, support_weight):
+    """The reference's explicit meta-gradient is autograd's."""
+    net, theta, tasks, batch = tiny(seed)
+    _, grads = boml.meta_gradient(theta, batch, 0.4, steps, support_weight, boml.tanh_network)
+    mine = dict(zip(theta, grads))
+    flat = [boml.to_matrix(mine, name).detach().numpy().flatten(order="F") / 2 for name in boml.layers_of(theta)]
+    assert_close(np.concatenate(flat), reference.meta_gradient(net, tasks, 0.4, steps, support_weight))
+
+
+@given(seeds, st.integers(1, 3))
+def test_adaptation_jacobian_equals_reference(seed, steps):
+    """The Jacobian of boml's adaptation, by autograd, is the reference's product of I - alpha H."""
+    net, theta, tasks, batch = tiny(seed, tasks=1)
+    p = boml.spread(theta, 1)
+    adapted, _ = boml.adapt(p, batch[0], batch[1], 0.4, steps, True, boml.tanh_network)
+    squeeze = lambda q: torch.cat([boml.to_matrix({n: v[0] for n, v in q.items()}, m).T.flatten() for m in boml.layers_of(theta)])
+    rows = []
+    for out in squeeze(adapted):
+        grads = dict(zip(theta, torch.autograd.grad(out, list(theta.values()), retain_graph=True)))
+        rows.append(torch.cat([boml.to_matrix(grads, m).T.flatten() for m in boml.layers_of(theta)]))
+    assert_close(torch.stack(rows), reference.jacobian(net, *tasks[0][:2], 0.4, steps))
+
+
+@given(seeds, st.sampled_from(["averages", "products"]), st.sampled_from([0.0, 0.4, 1.0]))
+def test_one_task_expands_to_the_exact_sandwich(seed, averaging, a):
+    """For a single task both ways of averaging give (I - a A(x)G)(A_q(x)G_q)(I - a A(x)G)'."""
+    net, theta, tasks, batch = tiny(seed, tasks=1)
+    x_s, y_s, x_q, _ = tasks[0]
+    (A, G), (A_q, G_q) = (reference.kfac_factors(n, x) for n, x in ((net, x_s), (reference.adapt(net, x_s, y_s, 0.4, 2)[1], x_q)))
+    for l, block in enumerate(curvature(theta, batch, 0.4, 2, a, averaging).values()):
+        assert_close(dense(block), reference.sandwich(A[l], G[l], A_q[l], G_q[l], a))
+
+
+@given(seeds, st.sampled_from(["averages", "products"]), st.integers(2, 4))
+def test_many_tasks_expand_to_the_four_terms(seed, averaging, n):
+    """Over several tasks each way of averaging gives the reference's four dense terms."""
+    net, theta, tasks, batch = tiny(seed, tasks=n)
+    support = [reference.kfac_factors(net, t[0]) for t in tasks]
+    query = [reference.kfac_factors(reference.adapt(net, t[0], t[1], 0.4, 1)[1], t[2]) for t in tasks]
+    for l, block in enumerate(curvature(theta, batch, 0.4, 1, 0.4, averaging).values()):
+        factors = [[f[side][l] for f in fs] for fs in (support, query) for side in (0, 1)]
+        assert_close(dense(block), reference.four_terms(*factors, 0.4, averaging))
+
+
+@given(seeds, st.integers(1, 4), st.sampled_from([0.0, 0.4, 1.0, 5.0]), st.booleans())
+def test_averages_is_positive_semidefinite(seed, n, a, exact_labels):
+    """`averages` gives a positive semi-definite block for any draw and any rate."""
+    _, theta, _, batch = tiny(seed, tasks=n, weight=2.0)
+    cfg = toy_config(exact_labels=exact_labels)
+    blocks = boml.adapted_curvature(theta, [batch], 0.4, 1, a, cfg, torch.Generator().manual_seed(seed), boml.tanh_network)
+    for block in blocks.values():
+        eigenvalues = np.linalg.eigvalsh(dense(block))
+        assert eigenvalues[0] > -1e-10 * max(eigenvalues[-1], 1e-30)
+
+
+@given(seeds, st.sampled_from(["averages", "products"]), st.integers(2, 3))
+def test_copies_of_a_task_change_nothing(seed, averaging, copies):
+    """The curvature of several copies of a task is that of the task."""
+    _, theta, _, batch = tiny(seed, tasks=1)
+    one = curvature(theta, batch, 0.4, 1, 0.4, averaging)
+    many = curvature(theta, tuple(b.expand(copies, *b.shape[1:]) for b in batch), 0.4, 1, 0.4, averaging)
+    for name in one:
+        assert_close(dense(many[name]), dense(one[name]))
+
+
+@given(seeds, st.sampled_from(["averages", "products"]))
+def test_support_hessian_is_added(seed, averaging):
+    """With support_hessian the block grows by the mean A (x) mean G of the support sets at theta."""
+    net, theta, tasks, batch = tiny(seed)
+    A, G = (np.mean(f, 0) for f in zip(*[[f[1] for f in reference.kfac_factors(net, t[0])] for t in tasks]))
+    plain, more = (curvature(theta, batch, 0.4, 1, 0.4, averaging, support_hessian=h)["linear1"] for h in (False, True))
+    assert_close(dense(more) - dense(plain), np.kron(A, G), atol=1e-10)
+
+
+@given(seeds, st.integers(1, 2))
+def test_conv_at_one_location_equals_linear(seed, tasks):
+    """On 1x1 images a conv's factors are the linear layer's on the one patch, the image at its centre."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, tasks * 2, 1, 1, generator=g, dtype=torch.double)
+    A = boml.input_factor("conv1", x, tasks).unflatten(1, (2, 9)).unflatten(3, (2, 9))
+    linear = boml.input_factor("linear", x.view(4, tasks, 2).transpose(0, 1), tasks)[:, :-1, :-1]
+    assert_close(A[:, :, 4, :, 4], linear)
+    assert_close(A.abs().sum(), linear.abs().sum())  # and nothing elsewhere
+    assert_close(boml.output_factor("conv1", x, x, tasks), boml.output_factor("linear", None, x.view(4, tasks, 2).transpose(0, 1), tasks))
+
+
+@given(seeds, st.integers(1, 2), st.integers(1, 3), st.integers(2, 5))
+def test_conv_factors_equal_brute_force(seed, tasks, channels, size):
+    """A sums the patches' outer products over locations and averages over images; G averages over both."""
+    rng = np.random.default_rng(seed)
+    x, g = rng.normal(size=(3, tasks, channels, size, size)), rng.normal(size=(3, tasks, 2, size, size))
+    padded = np.pad(x, ((0, 0),) * 3 + ((1, 1),) * 2)
+    for m in range(tasks):
+        A, G = 0.0, 0.0
+        for b in range(3):
+            for i in range(size):
+                for j in range(size):
+                    patch = padded[b, m, :, i : i + 3, j : j + 3].ravel()
+                    A, G = A + np.outer(patch, patch) / 3, G + np.outer(g[b, m, :, i, j], g[b, m, :, i, j]) / (3 * size * size)
+        assert_close(boml.input_factor("conv1", torch.tensor(x).flatten(1, 2), tasks)[m], A)
+        assert_close(boml.output_factor("conv1", None, torch.tensor(g).flatten(1, 2), tasks)[m], G)
+
+
+@given(seeds, st.integers(1, 3))
+def test_conv_weights_are_flattened_as_patches_are(seed, channels):
+    """A conv is the product of its weights' matrix with F.unfold's patches, so A and the weights share their order:
+    the penalty's D A D' is the mean over images of |conv(x, D)|^2."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, channels, 5, 5, generator=g, dtype=torch.double)
+    W = {"conv1.weight": torch.randn(2, channels, 3, 3, generator=g, dtype=torch.double)}
+    D = boml.to_matrix(W, "conv1")
+    A = boml.input_factor("conv1", x, 1)[0]
+    h = F.conv2d(x, W["conv1.weight"], padding=1)
+    assert_close(D @ A @ D.T, torch.einsum("bohw,bphw->op", h, h) / 4)
+
+
+@given(seeds, st.integers(1, 2))
+def test_norm_block_equals_brute_force(seed, tasks):
+    """Batch norm's block is the mean over images of the outer product of the gradient in that image's scale and shift."""
+    g = torch.Generator().manual_seed(seed)
+    x, signal = (torch.randn(4, tasks * 3, 2, 2, generator=g, dtype=torch.double) for _ in range(2))
+    block = boml.output_factor("norm1", x, signal, tasks)
+    normal = F.batch_norm(x, None, None, training=True)
+    for m in range(tasks):
+        for c in range(3):
+            brute = 0.0
+            for b in range(4):  # a scale and shift of this image alone
+                own = torch.tensor([1.0, 0.0], dtype=torch.double, requires_grad=True)
+                out = own[0] * normal[b, m * 3 + c] + own[1]
+                (v,) = torch.autograd.grad(out, own, signal[b, m * 3 + c])
+                brute = brute + torch.outer(v, v) / 4
+            assert_close(block[m, c], brute)
+
+
+@given(seeds, st.sampled_from(["averages", "products"]))
+def test_norm_sandwich(seed, averaging):
+    """Batch norm's 2x2 blocks go through the same sandwich, task by task or averaged first."""
+    rng = np.random.default_rng(seed)
+    F_s, F_q = ((m := rng.normal(size=(3, 4, 2, 2))) @ m.swapaxes(-1, -2) for _ in range(2))
+    J = lambda f: np.eye(2) - 0.4 * f
+    if averaging == "products":
+        got = boml.sandwich((torch.tensor(F_s),), (torch.tensor(F_q),), 0.4)[0].mean(0)
+        expected = np.mean([[J(s) @ q @ J(s).T for s, q in zip(a, b)] for a, b in zip(F_s, F_q)], 0)
+    else:
+        got = boml.sandwich((torch.tensor(F_s.mean(0)),), (torch.tensor(F_q.mean(0)),), 0.4)[0]
+        expected = [J(s) @ q @ J(s).T for s, q in zip(F_s.mean(0), F_q.mean(0))]
+    assert_close(got, np.array(expected))
+
+
+@given(seeds)
+def test_curvature_of_the_conv_network(seed):
+    """On the real network every layer has its block, finite and positive semi-definite, in the shape of its matrix."""
+    theta, batch = toy_batch(seed, channels=3)
+    blocks = boml.adapted_curvature(theta, [batch], 0.4, 2, 0.4, toy_config(), torch.Generator().manual_seed(seed))
+    assert list(blocks) == boml.layers_of(theta)
+    for name, block in blocks.items():
+        assert boml.times(block, boml.to_matrix(theta, name)).shape == boml.to_matrix(theta, name).shape
+        eigenvalues = np.linalg.eigvalsh(dense(block))
+        assert np.isfinite(eigenvalues).all() and eigenvalues[0] > -1e-9 * eigenvalues[-1]
+
+
+@given(seeds)
+def test_matrix_and_back(seed):
+    """A layer's matrix holds all of its parameters and nothing else."""
+    theta, _ = toy_batch(seed)
+    back = {}
+    for name in boml.layers_of(theta):
+        back |= boml.to_params(boml.to_matrix(theta, name), name, theta)
+    assert list(back) == list(theta) and all(torch.equal(back[n], theta[n]) for n in theta)
+
+
+@given(seeds)
+def test_penalty_at_the_mean_is_zero(seed):
+    """At the mean the penalty and its gradient vanish."""
+    theta, _ = toy_batch(seed)
+    blocks = {n: random_block(seed, 2, *reversed(boml.to_matrix(theta, n).shape)) for n in ("conv1", "linear")}
+    value, grads = laplace(blocks, {n: v.detach() for n, v in theta.items()}).penalty(theta)
+    assert value == 0 and all((g == 0).all() for g in grads)
+
+
+@given(seeds)
+def test_penalty_equals_dense_reference(seed):
+    """The penalty is the reference's dense quadratic form, non-negative, and its gradient is its derivative."""
+    net, theta, _, batch = tiny(seed)
+    blocks = curvature(theta, batch, 0.4, 1, 0.4)
+    mean = {n: torch.randn(v.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.double) for n, v in theta.items()}
+    precision = [dense(b) + 0.01 * np.eye(len(dense(b))) for b in blocks.values()]
+    flat = lambda p: [boml.to_matrix(p, n).detach().numpy().flatten(order="F") for n in boml.layers_of(theta)]
+    value, grads = laplace(blocks, mean).penalty(theta)
+    expected = sum(reference.penalty(t, m, L) for t, m, L in zip(flat(theta), flat(mean), precision))
+    assert_close(value, expected)
+    assert value >= 0
+    for got, t, m, L in zip(flat(dict(zip(theta, grads))), flat(theta), flat(mean), precision):
+        assert_close(got, L @ (t - m))
+
+
+def test_absorbing_two_datasets_sums_them():
+    """The precision after two datasets is lambda times the sum of their curvatures, around the newest mean."""
+    cfg = toy_config(filters=2, way=3, merge_rank=0, past_weight=7.0)
+    data, posterior = [toy_data(0), toy_data(1)], boml.Laplace(cfg)
+    thetas = [boml.init_params(cfg, 1, torch.Generator().manual_seed(s)) for s in (0, 1)]
+    single = []
+    for theta, d in zip(thetas, data):
+        posterior.absorb(theta, d, 1, torch.Generator().manual_seed(3))
+        alone = boml.Laplace(dataclasses.replace(cfg, past_weight=1.0))
+        alone.absorb(theta, d, 1, torch.Generator().manual_seed(3))
+        single.append(alone.blocks)
+    for name in posterior.blocks:
+        assert_close(dense(posterior.blocks[name]), 7.0 * (dense(single[0][name]) + dense(single[1][name])), rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(posterior.mean[n], thetas[1][n]) for n in thetas[1])
+
+
+@given(seeds, st.integers(1, 3))
+def test_merge_is_exact_when_its_rank_suffices(seed, pairs):
+    """Pairs that are multiples and copies of few merge into those few without loss."""
+    A, G = random_block(seed, pairs, psd=True)
+    twice = (torch.cat([A, 2 * A]), torch.cat([G, 3 * G]))
+    merged = boml.merge(twice, pairs)
+    assert len(merged[0]) == pairs
+    assert_close(dense(merged), 7 * dense((A, G)), rtol=1e-8, atol=1e-9)
+
+
+@given(seeds, st.integers(2, 4))
+def test_merge_to_one_pair(seed, pairs):
+    """One pair of a positive semi-definite sum has symmetric positive semi-definite factors and is nearer to the sum
+    than any multiple of any of the given pairs."""
+    block = random_block(seed, pairs, psd=True)
+    A, G = boml.merge(block, 1)
+    for factor in (A[0], G[0]):
+        assert_close(factor, factor.T, rtol=1e-9, atol=1e-9)
+        assert np.linalg.eigvalsh(factor.numpy())[0] > -1e-9 * np.linalg.eigvalsh(factor.numpy())[-1]
+    whole = dense(block)
+    error = np.linalg.norm(dense((A, G)) - whole)
+    for a, g in zip(*block):
+        one = np.kron(a, g)
+        best = np.linalg.norm(one * (one * whole).sum() / (one * one).sum() - whole)
+        assert error <= best * (1 + 1e-9)
+
+
+@given(seeds, st.integers(1, 3))
+def test_merge_is_symmetric(seed, rank):
+    """Merging a symmetric sum with non-symmetric pairs leaves a symmetric matrix, at any rank."""
+    merged = dense(boml.merge(random_block(seed, 3), rank))
+    assert_close(merged, merged.T, rtol=1e-8, atol=1e-8)
 
 
 # ------------------------------------------------------------------------------------------------ Data, tasks
