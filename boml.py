@@ -63,6 +63,11 @@ class Config:  # the defaults are the paper's schedule; each comment below is al
     merge_rank: int = 1  # Kronecker pairs kept per layer; 0: all of them (BomLA)
     exact_labels: bool = False  # in the Fisher the expectation over the model's labels, not one draw (BomLA)
     support_hessian: bool = False  # add the curvature of the support loss, which Algorithm 1 leaves out (BomLA)
+    mc_samples: int = 20  # S, Monte Carlo samples of the pre-activations (BomVI)
+    initial_logvar: float = -10.0  # log-variance to start from; the paper has -5 in the N-athlons (BomVI)
+    first_variance: float = 1.0  # of the prior before the first dataset, around zero (BomVI)
+    logvar_rate: float = 0.001  # Adam's learning rate of the log-variances (BomVI)
+    kl_weight: str = "authors"  # of the KL against mean losses: paper (1/80), authors (1/51200), or a number (BomVI)
     split: str = "test"  # classes to evaluate on: test, or val to choose settings by
 
 
@@ -86,7 +91,7 @@ DATASETS = {
 }
 SCHEDULES = {  # `paper` is Config's defaults (Table 1); `cpu` is the same network and rates on fewer, smaller meta-batches
     "paper": {},
-    "cpu": dict(query=5, meta_batch=4, iterations=300, eval_every=100, hessian_tasks=100),
+    "cpu": dict(query=5, meta_batch=4, iterations=300, eval_every=100, hessian_tasks=100, mc_samples=2, logvar_rate=0.005),
 }
 EXPERIMENTS = {"triathlon": "omniglot,mini_quickdraw,cifar_fs", "run": ""}  # run: any --sequence
 
@@ -355,6 +360,12 @@ def adapt(p: Params, x, y, rate: float, steps: int, second_order=False, net=netw
     return p, first
 
 
+def chunks(tasks: int, device) -> list[slice]:
+    """How many tasks go through the query pass at once: on a CPU one, whose activations stay in cache; else all."""
+    size = 1 if device.type == "cpu" else tasks
+    return [slice(t, t + size) for t in range(0, tasks, size)]
+
+
 def spread(theta: Params, tasks: int) -> Params:
     """Every task's own view of the shared parameters."""
     return {n: v.expand(tasks, *v.shape) for n, v in theta.items()}
@@ -369,9 +380,8 @@ def meta_gradient(theta: Params, batch, rate, steps, support_weight, net=network
     x_s, y_s, x_q, y_q = batch
     T = len(x_s)
     adapted, first = adapt(spread(theta, T), x_s, y_s, rate, steps, True, net)
-    chunk = 1 if x_s.device.type == "cpu" else T  # on a CPU one task's activations stay in cache
     loss, cotangents = support_weight * first.detach().sum(), []
-    for part in (slice(t, t + chunk) for t in range(0, T, chunk)):
+    for part in chunks(T, x_s.device):
         leaf = {n: v[part].detach().requires_grad_() for n, v in adapted.items()}
         query_loss = cross_entropy(net(leaf, x_q[part]), y_q[part]).sum()
         cotangents.append(torch.autograd.grad(query_loss, list(leaf.values())))
@@ -484,9 +494,8 @@ def adapted_curvature(theta: Params, batches, rate, steps, a: float, cfg: Config
         start = {n: v.detach().requires_grad_() for n, v in spread(theta, T).items()}
         support = fisher_blocks(start, x_s, cfg.exact_labels, rng, net)
         adapted, _ = adapt(start, x_s, y_s, rate, steps, net=net)
-        chunk = 1 if x_s.device.type == "cpu" else T
-        parts = [fisher_blocks({n: v[t : t + chunk] for n, v in adapted.items()}, x_q[t : t + chunk], cfg.exact_labels,
-                               rng, net) for t in range(0, T, chunk)]
+        parts = [fisher_blocks({n: v[part] for n, v in adapted.items()}, x_q[part], cfg.exact_labels, rng, net)
+                 for part in chunks(T, x_s.device)]
         for name, s in support.items():
             q = tuple(torch.cat(f) for f in zip(*(part[name] for part in parts)))
             new = [f.sum(0) for f in (*(sandwich(s, q, a) if products else q), *s)]
@@ -536,20 +545,25 @@ class Point:
     """No posterior: a point estimate, which is all that MAML and its kin carry forward."""
 
     support_weight = 0.0  # of the pre-adaptation support loss, f(2) in Eq. 8
+    decays = True  # the outer rate follows the dataset's schedule
 
-    def __init__(self, cfg: Config):
-        self.cfg = cfg
+    def __init__(self, cfg: Config, theta: Params):
+        self.cfg, self.extra = cfg, {}  # what is trained beside theta
 
-    def gradient(self, theta: Params, batch, rate: float, steps: int) -> tuple[Tensor, list[Tensor]]:
-        """The sum over tasks of the likelihood's part of the objective, and its gradient."""
+    def gradient(self, theta: Params, batch, rate: float, steps: int, rng) -> tuple[Tensor, list[Tensor]]:
+        """The sum over tasks of the likelihood's part of the objective, and its gradient in theta and extra."""
         return meta_gradient(theta, batch, rate, steps, self.support_weight)
 
     def penalty(self, theta: Params) -> tuple[Tensor | float, list[Tensor] | None]:
-        """The prior's part of the objective, and its gradient."""
+        """The prior's part of the objective, and its gradient in theta and extra."""
         return 0.0, None
 
     def absorb(self, theta: Params, data: Dataset, channels: int, rng):
         """What the posterior takes from the dataset just learned."""
+
+    def predict(self, p: Params, x: Tensor, rng) -> dict[str, Tensor]:
+        """Class probabilities (T, B, N) under adapted parameters, by the prefix of their scores in the record."""
+        return {"": network(p, x).softmax(-1)}
 
     def state(self) -> dict:
         return {}
@@ -563,8 +577,8 @@ class Laplace(Point):
 
     support_weight = 1.0
 
-    def __init__(self, cfg: Config):
-        super().__init__(cfg)
+    def __init__(self, cfg: Config, theta: Params):
+        super().__init__(cfg, theta)
         self.mean, self.blocks = {}, {}  # mu_0 = 0, and no curvature yet
 
     def penalty(self, theta):
@@ -598,30 +612,145 @@ class Laplace(Point):
         return dict(mean=self.mean, blocks=self.blocks)
 
     def load(self, state):
-        self.mean, self.blocks = state["mean"], state["blocks"]
+        self.mean, self.blocks = state.get("mean", {}), state.get("blocks", {})
+
+
+# ------------------------------------------------------------------------------------------------- Variational
+# BomVI. The posterior of theta is N(mean, diag(variance)), the mean being theta itself. Weights are not sampled: the
+# pre-activations are, from the normal distribution that random weights give them (local reparameterisation).
+
+KL_WEIGHTS = {  # against a mean over images; the paper's sum over a task's 80 images is 80 times that
+    "paper": 1 / 80,
+    "authors": 1 / (80 * 32 * 20),  # their code divides by images, tasks and samples
+}
+
+
+def noisy_layer(variance: Params, rng):
+    """A `layer` whose parameters are normal: p their mean, variance (T, ...) their variance."""
+
+    def noise(h: Tensor) -> Tensor:  # drawn in the order of a channels-last tensor, which is five times as fast for one
+        order = (0, 2, 3, 1) if h.dim() == 4 else tuple(range(h.dim()))
+        eps = torch.randn([h.shape[d] for d in order], generator=rng, dtype=h.dtype, device=h.device)
+        return eps.permute(0, 3, 1, 2) if h.dim() == 4 else eps
+
+    def noisy(p: Params, name: str, x: Tensor) -> Tensor:
+        if name.startswith("norm"):  # scale and shift are drawn anew for each image
+            x = F.batch_norm(x, None, None, training=True)
+            scale, shift = (
+                p[f"{name}.{n}"].flatten()[:, None, None] + variance[f"{name}.{n}"].flatten()[:, None, None].sqrt()
+                * noise(x[..., :1, :1]) for n in ("weight", "bias"))
+            return x * scale + shift
+        # DIFFERS: mean from x, variance from x^2; the authors' conv takes both from x^2.
+        spread = layer(variance, name, x * x)
+        return layer(p, name, x) + spread.clamp(min=torch.finfo(x.dtype).tiny).sqrt() * noise(spread)
+
+    return noisy
+
+
+def gaussian_kl(mean: Tensor, logvar: Tensor, prior_mean: Tensor, prior_logvar: Tensor) -> Tensor:
+    """KL(N(mean, e^logvar) || N(prior_mean, e^prior_logvar)), summed over independent dimensions."""
+    ratio = (logvar - prior_logvar).exp() + (mean - prior_mean) ** 2 / prior_logvar.exp()
+    return 0.5 * (ratio - 1 - logvar + prior_logvar).sum()
+
+
+class Variational(Point):
+    """BomVI, Algorithm 2: mean (theta) and log-variance (extra) by Adam, both carried forward as the next prior."""
+
+    decays = False  # Table 2
+
+    def __init__(self, cfg: Config, theta: Params):
+        super().__init__(cfg, theta)
+        self.extra = {n: torch.full_like(v, cfg.initial_logvar).requires_grad_() for n, v in theta.items()}
+        self.prior = {n: (torch.zeros_like(v), torch.full_like(v, math.log(cfg.first_variance))) for n, v in theta.items()}
+        self.kl_weight = float(KL_WEIGHTS.get(cfg.kl_weight, cfg.kl_weight))
+        self.history: list[Params] = []  # of each dataset, every conv's variances (filters, inputs)
+
+    def expected_loss(self, mean: Params, x: Tensor, y: Tensor, rng) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """E_q of the cross-entropy, summed over the tasks of mean (T, ...), by S samples; gradients in mean and logvar.
+
+        One sample after the other: batch norm then sees one sample's batch, and memory does not grow with S.
+        """
+        total, sums = 0.0, None
+        logvar = {n: v.detach().requires_grad_() for n, v in self.extra.items()}
+        mean = {n: v.detach().requires_grad_() for n, v in mean.items()}
+        for _ in range(self.cfg.mc_samples):
+            variance = spread({n: v.exp() for n, v in logvar.items()}, len(x))
+            loss = cross_entropy(network(mean, x, noisy_layer(variance, rng)), y).sum() / self.cfg.mc_samples
+            grads = torch.autograd.grad(loss, [*mean.values(), *logvar.values()])
+            sums = grads if sums is None else [a + b for a, b in zip(sums, grads)]
+            total = total + loss.detach()
+        return total, sums[: len(mean)], sums[len(mean) :]
+
+    def gradient(self, theta, batch, rate, steps, rng):
+        """Eq. 15: adapt the mean by gradients taken at the mean; then both likelihoods in expectation."""
+        x_s, y_s, x_q, y_q = batch
+        T, total, cotangents, logvar_grads = len(x_s), 0.0, [], []
+        adapted, _ = adapt(spread(theta, T), x_s, y_s, rate, steps, second_order=True)
+        for part in chunks(T, x_s.device):
+            query, g, g_logvar = self.expected_loss({n: v[part] for n, v in adapted.items()}, x_q[part], y_q[part], rng)
+            total, cotangents, logvar_grads = total + query, cotangents + [g], logvar_grads + [g_logvar]
+        support, g_s, g_logvar = self.expected_loss(spread(theta, T), x_s, y_s, rng)
+        grads = torch.autograd.grad(list(adapted.values()), list(theta.values()), [torch.cat(c) for c in zip(*cotangents)])
+        grads = [a + b.sum(0) for a, b in zip(grads, g_s)]
+        return total + support, grads + [sum(g) for g in zip(*logvar_grads, g_logvar)]
+
+    def penalty(self, theta):
+        with torch.enable_grad():
+            kl = sum(gaussian_kl(theta[n], self.extra[n], *self.prior[n]) for n in theta) * self.kl_weight
+        return kl.detach(), list(torch.autograd.grad(kl, [*theta.values(), *self.extra.values()]))
+
+    def absorb(self, theta, data, channels, rng):
+        self.prior = {n: (theta[n].detach().clone(), self.extra[n].detach().clone()) for n in theta}
+        self.history.append({n: v.detach().exp().mean((2, 3)) for n, v in self.extra.items() if n.startswith("conv")})
+
+    def predict(self, p, x, rng):
+        variance = spread({n: v.detach().exp() for n, v in self.extra.items()}, len(x))
+        samples = [network(p, x, noisy_layer(variance, rng)).softmax(-1) for _ in range(self.cfg.mc_samples)]
+        return super().predict(p, x, rng) | {"sampled_": torch.stack(samples).mean(0)}
+
+    def state(self):
+        return dict(extra={n: v.detach() for n, v in self.extra.items()}, prior=self.prior, history=self.history)
+
+    def load(self, state):
+        self.prior, self.history = state.get("prior", self.prior), state.get("history", [])
+        for n, v in state.get("extra", {}).items():
+            self.extra[n].data.copy_(v)
 
 
 # -------------------------------------------------------------------------------------------------- Evaluation
 
 
-def evaluate(theta: Params, data: Dataset, cfg: Config, channels: int, seed: int) -> dict[str, float]:
-    """Accuracy and negative log-likelihood on the query sets of unseen classes, the same tasks for every method."""
+def evaluate(theta: Params, posterior: Point, data: Dataset, cfg: Config, channels: int, seed: int) -> dict[str, float]:
+    """Scores on the query sets of unseen classes, the same tasks for every method; each posterior may predict in
+    more ways than one."""
     device = data.images.device
-    index = sample_tasks(data, cfg.split, cfg.eval_tasks, cfg, stream(device, seed, "evaluate", data.name))
-    accuracy, nll = [], []
-    for part in index.split(20):
-        x_s, y_s, x_q, y_q = fetch(data, part, cfg, channels)
-        p = {n: v.detach().requires_grad_() for n, v in spread(theta, len(part)).items()}
+    rng = stream(device, seed, "evaluate", data.name)
+    index = sample_tasks(data, cfg.split, cfg.eval_tasks, cfg, rng)
+    found: dict[str, list[Tensor]] = {}
+    for some in index.split(20):
+        x_s, y_s, x_q, y_q = fetch(data, some, cfg, channels)
+        p = {n: v.detach().requires_grad_() for n, v in spread(theta, len(some)).items()}
         p, _ = adapt(p, x_s, y_s, data.setting.inner_rate, data.setting.eval_steps)
-        chunk = 1 if device.type == "cpu" else len(part)
         with torch.no_grad():
-            for s in (slice(t, t + chunk) for t in range(0, len(part), chunk)):
-                logits = network({n: v[s] for n, v in p.items()}, x_q[s])
-                accuracy.append((logits.argmax(-1) == y_q[s]).float().mean(1))
-                nll.append(cross_entropy(logits, y_q[s]))
-    accuracy, nll = torch.cat(accuracy).double(), torch.cat(nll).double()
-    ci95 = 1.96 * accuracy.std() / math.sqrt(len(accuracy)) if len(accuracy) > 1 else accuracy.new_tensor(0.0)
-    return dict(accuracy=accuracy.mean().item(), ci95=ci95.item(), nll=nll.mean().item(), tasks=len(accuracy))
+            for part in chunks(len(some), device):
+                for prefix, prob in posterior.predict({n: v[part] for n, v in p.items()}, x_q[part], rng).items():
+                    sure, guess = prob.max(-1)
+                    true = prob.gather(-1, y_q[part][..., None])[..., 0].log()
+                    found.setdefault(prefix, []).append(torch.stack([(guess == y_q[part]).to(prob), -true, sure]))
+    return {prefix + k: v for prefix, parts in found.items() for k, v in scores(torch.cat(parts, 1).double()).items()}
+
+
+def scores(found: Tensor, bins: int = 15) -> dict[str, float]:
+    """From (right or wrong, negative log-likelihood, confidence) of every query (3, T, B)."""
+    right, nll, sure = found
+    accuracy = right.mean(1)
+    ci95 = 1.96 * accuracy.std(correction=min(1, len(accuracy) - 1)) / math.sqrt(len(accuracy))
+    # Expected calibration error: |accuracy - confidence| in bins of confidence, weighted by their share.
+    bin_of = (sure.flatten() * bins).long().clamp(max=bins - 1)
+    gap = torch.zeros(bins, dtype=sure.dtype, device=sure.device).index_add(0, bin_of, (right - sure).flatten())
+    ece = gap.abs().sum() / right.numel()
+    names = ("accuracy", "ci95", "nll", "ece")
+    return dict(zip(names, (v.item() for v in (accuracy.mean(), ci95, nll.mean(), ece))), tasks=len(accuracy))
 
 
 # --------------------------------------------------------------------------------------------------------- Run
@@ -638,6 +767,7 @@ class Method(NamedTuple):
 METHODS = {  # in the order that shows the contrast early
     "maml": Method("Sequential MAML", "current", "previous", Point, "#d55e00"),
     "bomla": Method("BomLA", "current", "previous", Laplace, "#222222"),
+    "bomvi": Method("BomVI", "current", "previous", Variational, "#cc79a7"),
     "toe": Method("Train-On-Everything", "all", "scratch", Point, "#0072b2"),
     "ftml": Method("Follow-The-Meta-Leader", "buffer", "previous", Point, "#009e73"),
 }
@@ -684,51 +814,58 @@ class Tasks:
         self.buffer[t][i * M : (i + 1) * M] = new
 
 
-def meta_step(theta: Params, posterior: Point, optimiser, batch, cfg: Config, channels: int, rate: float) -> Tensor:
-    """One outer update of theta on a meta-batch, each dataset in it with its own alpha and k; returns the loss."""
+def meta_step(theta: Params, posterior: Point, optimiser, batch, cfg: Config, channels: int, rng) -> Tensor:
+    """One outer update on a meta-batch, each dataset in it with its own alpha and k; returns the objective."""
     loss, grads = posterior.penalty(theta)
     for data, index in batch:
         tasks = fetch(data, index, cfg, channels)
-        value, new = posterior.gradient(theta, tasks, data.setting.inner_rate, data.setting.inner_steps)
+        value, new = posterior.gradient(theta, tasks, data.setting.inner_rate, data.setting.inner_steps, rng)
         loss, new = loss + value / cfg.meta_batch, [g / cfg.meta_batch for g in new]
         grads = new if grads is None else [a + b for a, b in zip(grads, new)]
-    for p, g in zip(theta.values(), grads):
+    for p, g in zip([*theta.values(), *posterior.extra.values()], grads):
         p.grad = g
-    optimiser.param_groups[0]["lr"] = rate
     optimiser.step()
     return loss
+
+
+def new_optimiser(theta: Params, posterior: Point, cfg: Config) -> torch.optim.Adam:
+    extra = [dict(params=list(posterior.extra.values()), lr=cfg.logvar_rate)] if posterior.extra else []
+    return torch.optim.Adam([dict(params=list(theta.values())), *extra], lr=cfg.outer_rate)
 
 
 def run(cfg: Config, experiment: str, schedule: str, method: str, seed: int, sequence: list[Dataset], out: Path, tell):
     """Algorithm 1 for one method and one seed; `tell(share done, text)` hears of the progress."""
     row, channels, device = METHODS[method], 3, sequence[0].images.device
-    tasks, posterior = Tasks(row.data, sequence, cfg, seed), row.posterior(cfg)
+    tasks = Tasks(row.data, sequence, cfg, seed)
     begin = time.time()
     facts = dict(experiment=experiment, method=method, seed=seed, schedule=schedule, data=kind_of(sequence))
     state = resume(out, dict(facts, sequence=[d.name for d in sequence], **dataclasses.asdict(cfg)))
     theta, tasks.buffer = state.get("theta"), state.get("buffer", [])
-    if theta:
-        posterior.load(state["posterior"])
+    theta = theta or init_params(cfg, channels, stream("cpu", seed, "init", 0), device)
+    posterior = row.posterior(cfg, theta)
+    posterior.load(state["posterior"])
     work = [1 + d.setting.inner_steps for d in sequence]  # an iteration's cost, roughly
     for t in range(state["stage"], len(sequence)):  # a dataset arrives
-        if theta is None or (row.start == "scratch" and not state["iteration"]):
+        if row.start == "scratch" and t and not state["iteration"]:
             theta = init_params(cfg, channels, stream("cpu", seed, "init", t), device)
-        optimiser = torch.optim.Adam(theta.values(), cfg.outer_rate)
+        optimiser = new_optimiser(theta, posterior, cfg)
         if state["iteration"]:
             optimiser.load_state_dict(state["optimiser"])
         for i in range(state["iteration"], cfg.iterations):  # meta-training on it
-            rate = cfg.outer_rate * 0.1 ** sum(i >= f * cfg.iterations for f in sequence[t].setting.decay)
-            loss = meta_step(theta, posterior, optimiser, tasks.batch(t, i), cfg, channels, rate)
+            falls = sum(i >= f * cfg.iterations for f in sequence[t].setting.decay) if posterior.decays else 0
+            optimiser.param_groups[0]["lr"] = cfg.outer_rate * 0.1**falls
+            noise = stream(device, seed, "noise", t, i)
+            loss = meta_step(theta, posterior, optimiser, tasks.batch(t, i), cfg, channels, noise)
             share = (sum(work[:t]) + work[t] * (i + 1) / cfg.iterations) / sum(work)
             tell(share, f"{method}-{seed} {sequence[t].name} {i + 1}/{cfg.iterations}")
             if (i + 1) % cfg.eval_every == 0 or i + 1 == cfg.iterations:
                 need(torch.isfinite(loss), f"the loss of {method} became {loss.item()} on {sequence[t].name} by "
                      f"iteration {i + 1}; try a smaller --outer-rate or --inner-rate.")
                 for data in sequence:
-                    scores = evaluate(theta, data, cfg, channels, seed)
+                    found = evaluate(theta, posterior, data, cfg, channels, seed)
                     seconds = state["seconds"] + time.time() - begin
                     where = dict(stage=t + 1, trained=sequence[t].name, iteration=i + 1, evaluated=data.name)
-                    add_row(out, dict(facts, **where, **scores, seconds=round(seconds, 1)))
+                    add_row(out, dict(facts, **where, **found, seconds=round(seconds, 1)))
                 if done := i + 1 == cfg.iterations:
                     posterior.absorb(theta, sequence[t], channels, stream(device, seed, "absorb", t))
                 position = dict(stage=t + done, iteration=0 if done else i + 1, seconds=seconds)
@@ -767,7 +904,7 @@ def resume(out: Path, settings: dict) -> dict:
         state = torch.load(out / "checkpoint.pt", weights_only=True)
     except FileNotFoundError:
         (out / "record.jsonl").write_text("")
-        return dict(stage=0, iteration=0, seconds=0.0, settings=settings)
+        return dict(stage=0, iteration=0, seconds=0.0, settings=settings, posterior={})
     except Exception as error:
         raise Problem(f"{out}/checkpoint.pt is damaged ({type(error).__name__}); start over with --fresh.")
     old = state["settings"]
@@ -1055,7 +1192,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     cfg = dataclasses.replace(Config(), **SCHEDULES[args.schedule] | given)
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
-        fine = isinstance(value, (str, bool)) or value > 0 or field.name in ("merge_rank", "past_weight") and value == 0
+        fine = isinstance(value, (str, bool)) or value > 0 or field.name == "initial_logvar"
+        fine = fine or field.name in ("merge_rank", "past_weight") and value == 0
         need(fine, f"--{field.name.replace('_', '-')} is {value}; it must be above 0.")
     need(cfg.averaging in ("averages", "products"), f"--averaging is {cfg.averaging!r}; it must be averages or products.")
     need(cfg.split in ("test", "val"), f"--split is {cfg.split!r}; it must be test or val.")

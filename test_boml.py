@@ -32,7 +32,7 @@ def assert_close(a, b, rtol=1e-9, atol=1e-11):
 
 
 def toy_config(**changes):
-    return dataclasses.replace(boml.Config(), **dict(filters=4, query=2, meta_batch=2, iterations=3, eval_tasks=2, hessian_tasks=3) | changes)
+    return dataclasses.replace(boml.Config(), **dict(filters=4, query=2, meta_batch=2, iterations=3, eval_tasks=2, hessian_tasks=3, mc_samples=2) | changes)
 
 
 def toy_data(seed=0, classes=15, least=4, most=7, turns=1, channels=1, name="omniglot", device="cpu"):
@@ -192,7 +192,7 @@ def curvature(theta, batch, rate, steps, a, averaging="averages", **changes):
 
 
 def laplace(blocks, mean, **changes):
-    posterior = boml.Laplace(toy_config(**changes))
+    posterior = boml.Laplace(toy_config(**changes), {})
     posterior.mean, posterior.blocks = mean, blocks
     return posterior
 
@@ -452,12 +452,12 @@ def test_penalty_equals_dense_reference(seed):
 def test_absorbing_two_datasets_sums_them():
     """The precision after two datasets is lambda times the sum of their curvatures, around the newest mean."""
     cfg = toy_config(filters=2, way=3, merge_rank=0, past_weight=7.0)
-    data, posterior = [toy_data(0), toy_data(1)], boml.Laplace(cfg)
+    data, posterior = [toy_data(0), toy_data(1)], boml.Laplace(cfg, {})
     thetas = [boml.init_params(cfg, 1, torch.Generator().manual_seed(s)) for s in (0, 1)]
     single = []
     for theta, d in zip(thetas, data):
         posterior.absorb(theta, d, 1, torch.Generator().manual_seed(3))
-        alone = boml.Laplace(dataclasses.replace(cfg, past_weight=1.0))
+        alone = boml.Laplace(dataclasses.replace(cfg, past_weight=1.0), {})
         alone.absorb(theta, d, 1, torch.Generator().manual_seed(3))
         single.append(alone.blocks)
     for name in posterior.blocks:
@@ -602,10 +602,11 @@ def test_training_step_on_meta_device(method):
     cfg = toy_config(meta_batch=3)
     sequence = [toy_data(0, turns=4, device="meta"), toy_data(1, channels=3, device="meta")]
     theta = {n: v.detach().requires_grad_() for n, v in boml.init_params(cfg, 3, None, "meta").items()}
-    optimiser, posterior = torch.optim.Adam(theta.values()), boml.METHODS[method].posterior(cfg)
+    posterior = boml.METHODS[method].posterior(cfg, theta)
+    optimiser = boml.new_optimiser(theta, posterior, cfg)
     tasks = boml.Tasks(boml.METHODS[method].data, sequence, cfg, 0)
     for t in range(2):
-        loss = boml.meta_step(theta, posterior, optimiser, tasks.batch(t, 0), cfg, 3, 0.001)
+        loss = boml.meta_step(theta, posterior, optimiser, tasks.batch(t, 0), cfg, 3, None)
         assert loss.is_meta and all(p.grad.is_meta for p in theta.values())
 
 
@@ -625,7 +626,7 @@ def fake_data(tmp_path_factory):
     return folder
 
 
-SMALL = "--filters 4 --iterations 4 --meta-batch 2 --query 2 --eval-tasks 3 --eval-every 2 --hessian-tasks 3".split()
+SMALL = "--filters 4 --iterations 4 --meta-batch 2 --query 2 --eval-tasks 3 --eval-every 2 --hessian-tasks 3 --mc-samples 2".split()
 
 
 def command(*args, program="boml.py"):
