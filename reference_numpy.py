@@ -176,3 +176,13 @@ def four_terms(A, G, At, Gt, rate, averaging):
 def penalty(theta, mean, precision):
     """1/2 (theta - mean)' precision (theta - mean)."""
     return 0.5 * (theta - mean) @ precision @ (theta - mean)
+
+
+# ------------------------------------------------------------------------------------------------- Variational
+
+
+def gaussian_kl(mean, covariance, prior_mean, prior_covariance):
+    """KL(N(mean, covariance) || N(prior_mean, prior_covariance)) with full matrices."""
+    inverse, d = np.linalg.inv(prior_covariance), prior_mean - mean
+    log_ratio = np.linalg.slogdet(prior_covariance)[1] - np.linalg.slogdet(covariance)[1]
+    return 0.5 * (np.trace(inverse @ covariance) + d @ inverse @ d - len(mean) + log_ratio)

@@ -499,6 +499,170 @@ def test_merge_is_symmetric(seed, rank):
     assert_close(merged, merged.T, rtol=1e-8, atol=1e-8)
 
 
+# ------------------------------------------------------------------------------------------------- Variational
+
+
+def layer_problem(kind, seed, tasks=2):
+    """A layer's name, input, mean and variance of its parameters, one set per task."""
+    g = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.double)
+    name, shapes, x = {
+        "conv": ("conv2", {"weight": (3, 2, 3, 3)}, normal(4, tasks * 2, 5, 5)),
+        "norm": ("norm2", {"weight": (3,), "bias": (3,)}, normal(4, tasks * 3, 2, 2)),
+        "linear": ("linear", {"weight": (3, 4), "bias": (3,)}, normal(tasks, 5, 4)),
+    }[kind]
+    mean = {f"{name}.{n}": normal(tasks, *s) for n, s in shapes.items()}
+    return name, x, mean, {n: (normal(*v.shape) - 1).exp() for n, v in mean.items()}
+
+
+@pytest.mark.parametrize("kind", ["conv", "norm", "linear"])
+def test_moments_of_sampled_preactivations(kind):
+    """Every sampled pre-activation has the mean and variance of pushing sampled weights through the layer."""
+    name, x, mean, variance = layer_problem(kind, 0)
+    g, many = torch.Generator().manual_seed(1), 20000
+    local = torch.stack([boml.noisy_layer(variance, g)(mean, name, x) for _ in range(many)])
+    draw = lambda: {n: v + variance[n].sqrt() * torch.randn(v.shape, generator=g, dtype=torch.double) for n, v in mean.items()}
+    pushed = torch.stack([boml.layer(draw(), name, x) for _ in range(many)])
+    # The analytic moments: linear in the parameters, so means push through and variances through the square.
+    middle = boml.layer(mean, name, x)
+    spread = 0.0
+    for n in mean:
+        flat = mean[n][0].numel()
+        for j in range(flat):
+            one = {m: torch.zeros_like(v) for m, v in mean.items()}
+            one[n].view(len(one[n]), -1)[:, j] = 1.0
+            response = boml.layer(one, name, x)
+            scaled = {m: torch.zeros_like(v) for m, v in mean.items()}
+            scaled[n].view(len(one[n]), -1)[:, j] = variance[n].view(len(one[n]), -1)[:, j]
+            spread = spread + response * boml.layer(scaled, name, x)
+    for samples in (local, pushed):
+        se = spread.sqrt() / many**0.5
+        assert ((samples.mean(0) - middle).abs() < 5 * se).all()
+        assert ((samples.var(0) / spread - 1).abs() < 5 * (2 / many) ** 0.5).all()
+
+
+@given(seeds)
+def test_analytic_moments_of_conv_and_linear(seed):
+    """With the noise fixed to one, a sampled pre-activation is its analytic mean plus its standard deviation."""
+    for kind in ("conv", "linear"):
+        name, x, mean, variance = layer_problem(kind, seed)
+        zero = {n: torch.zeros_like(v) for n, v in variance.items()}
+        assert_close(boml.noisy_layer(zero, None)(mean, name, x), boml.layer(mean, name, x), atol=1e-12)
+        g = lambda: torch.Generator().manual_seed(seed)
+        a = boml.noisy_layer(variance, g())(mean, name, x) - boml.layer(mean, name, x)
+        b = boml.noisy_layer({n: 4 * v for n, v in variance.items()}, g())(mean, name, x) - boml.layer(mean, name, x)
+        assert_close(b, 2 * a, rtol=1e-7, atol=1e-9)  # four times the variance is twice the noise
+
+
+def variational(theta, logvar, **changes):
+    posterior = boml.Variational(toy_config(**changes), theta)
+    for v in posterior.extra.values():
+        v.data.fill_(logvar)
+    return posterior
+
+
+@given(seeds, st.integers(1, 3))
+def test_no_variance_is_maml(seed, steps):
+    """As sigma goes to zero the objective and its gradient are those of the deterministic network."""
+    theta, batch = toy_batch(seed)
+    loss, grads = variational(theta, -200.0).gradient(theta, batch, 0.4, steps, torch.Generator().manual_seed(seed))
+    expected, expected_grads = boml.meta_gradient(theta, batch, 0.4, steps, 1.0)
+    assert_close(loss, expected, rtol=1e-8)
+    for g, e in zip(grads, expected_grads):
+        assert_close(g, e, rtol=1e-6, atol=1e-8)
+
+
+@given(seeds, st.integers(1, 6))
+def test_kl_equals_dense_formula(seed, n):
+    """The KL is the reference's full-matrix formula, and not symmetric in its arguments."""
+    m, l, pm, pl = np.random.default_rng(seed).normal(size=(4, n))
+    kl = boml.gaussian_kl(*map(torch.tensor, (m, l, pm, pl)))
+    assert_close(kl, reference.gaussian_kl(m, np.diag(np.exp(l)), pm, np.diag(np.exp(pl))))
+    assert kl >= 0
+
+
+@given(seeds)
+def test_kl_with_itself_is_zero(seed):
+    """KL(q, q) = 0."""
+    m, l = torch.randn(2, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+    assert_close(boml.gaussian_kl(m, l, m, l), 0.0)
+
+
+@given(seeds)
+def test_penalty_is_the_kl_to_the_prior(seed):
+    """The penalty is kl_weight times the KL from the posterior to the prior, zero just after absorbing."""
+    theta, _ = toy_batch(seed)
+    posterior = variational(theta, -3.0, kl_weight="0.5", first_variance=2.0)
+    flat = torch.cat([v.detach().flatten() for v in theta.values()]).numpy()
+    expected = 0.5 * reference.gaussian_kl(flat, np.exp(-3.0) * np.eye(len(flat)), 0 * flat, 2.0 * np.eye(len(flat)))
+    assert_close(posterior.penalty(theta)[0], expected)
+    posterior.absorb(theta, None, 1, None)
+    value, grads = posterior.penalty(theta)
+    assert_close(value, 0.0)
+    assert all(g.abs().max() < 1e-12 for g in grads)
+
+
+def test_estimator_is_unbiased():
+    """On a tiny network many samples approach the brute-force average over sampled weights."""
+    _, theta, _, (x, y, _, _) = tiny(3, tasks=1, weight=0.3)
+    g = torch.Generator().manual_seed(0)
+    p, many = {n: v.detach() for n, v in theta.items()}, 20000
+    wide = {n: v.expand(many, *v.shape) for n, v in p.items()}
+    variance = {n: torch.full_like(v, 0.3) for n, v in wide.items()}
+    x, y = x.expand(many, -1, -1), y.expand(many, -1)
+    local = boml.cross_entropy(boml.tanh_network(wide, x, boml.noisy_layer(variance, g)), y)
+    drawn = {n: v + 0.3**0.5 * torch.randn(v.shape, generator=g, dtype=torch.double) for n, v in wide.items()}
+    brute = boml.cross_entropy(boml.tanh_network(drawn, x), y)
+    at_mean = boml.cross_entropy(boml.tanh_network(wide, x), y)[0]
+    se = ((local.var() + brute.var()) / many).sqrt()
+    assert (local.mean() - brute.mean()).abs() < 4 * se
+    assert (local.mean() - at_mean).abs() > 20 * se  # and the noise matters
+
+
+@given(seeds, st.integers(1, 2))
+def test_logvar_gradient_equals_finite_differences(seed, steps):
+    """Under common random numbers the gradient in the log-variance is the central difference of the objective."""
+    theta, batch = toy_batch(seed, tasks=1)
+    posterior = variational(theta, -4.0)
+    g = torch.Generator().manual_seed(seed + 1)
+    direction = {n: torch.randn(v.shape, generator=g, dtype=torch.double) for n, v in theta.items()}
+    start = {n: v.detach().clone() for n, v in posterior.extra.items()}
+
+    def at(e):
+        for n, v in posterior.extra.items():
+            v.data.copy_(start[n] + e * direction[n])
+        return posterior.gradient(theta, batch, 0.4, steps, torch.Generator().manual_seed(seed))
+
+    slope = sum((a * b).sum() for a, b in zip(at(0.0)[1][len(theta):], direction.values()))
+    assert_close(slope, (at(1e-8)[0] - at(-1e-8)[0]) / 2e-8, rtol=1e-4, atol=1e-5)
+
+
+@given(seeds, st.integers(1, 2))
+def test_variational_mean_gradient_equals_finite_differences(seed, steps):
+    """Under common random numbers the gradient in the mean, adaptation included, is the central difference."""
+    theta, batch = toy_batch(seed, tasks=1)
+    posterior = variational(theta, -4.0)
+    g = torch.Generator().manual_seed(seed + 1)
+    direction = {n: torch.randn(v.shape, generator=g, dtype=torch.double) for n, v in theta.items()}
+
+    def at(e):
+        moved = {n: (v + e * direction[n]).detach().requires_grad_() for n, v in theta.items()}
+        return posterior.gradient(moved, batch, 0.4, steps, torch.Generator().manual_seed(seed))
+
+    slope = sum((a * b).sum() for a, b in zip(at(0.0)[1], direction.values()))
+    assert_close(slope, (at(1e-9)[0] - at(-1e-9)[0]) / 2e-9, rtol=1e-4, atol=1e-4)
+
+
+def test_scores_of_made_up_predictions():
+    """Accuracy, likelihood, its interval over tasks and the calibration error are those of the definition."""
+    right = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]])
+    sure = torch.tensor([[0.9, 0.9, 0.9, 0.9], [0.3, 0.3, 0.3, 0.3]])
+    got = boml.scores(torch.stack([right, torch.full_like(right, 0.7), sure]).double())
+    assert_close([got["accuracy"], got["nll"], got["tasks"]], [0.5, 0.7, 2.0], rtol=1e-6)
+    assert_close(got["ci95"], 1.96 * np.std([0.75, 0.25], ddof=1) / 2**0.5)
+    assert_close(got["ece"], (4 * 0.15 + 4 * 0.05) / 8, rtol=1e-6)
+
+
 # ------------------------------------------------------------------------------------------------ Data, tasks
 
 
