@@ -28,9 +28,10 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a busy-waiting second thread is 15x slower on a shared core
 
-import argparse, dataclasses, hashlib, inspect, json, math, multiprocessing, re, shutil, sys, time, zipfile
+import argparse, dataclasses, hashlib, inspect, json, math, multiprocessing, re, shutil, signal, sys, time, zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +48,7 @@ class Config:  # the defaults are the paper's schedule; each comment below is al
     way: int = 5  # N, classes of a task
     shot: int = 1  # K, support images per class
     query: int = 15  # query images per class, in training and in evaluation
+    channels: int = 3  # of the images; grey ones are repeated
     filters: int = 64  # of each conv layer
     meta_batch: int = 32  # M, tasks per meta-batch
     iterations: int = 5000  # J, meta-training iterations per dataset
@@ -103,6 +105,13 @@ class Problem(Exception):
 def need(condition, sentence: str):
     if not condition:
         raise Problem(sentence)
+
+
+def number(field: str, text: str, kind=float):
+    try:
+        return kind(text)
+    except ValueError:
+        raise Problem(f"--{field.replace('_', '-')}: {text!r} is not a number.")
 
 
 # -------------------------------------------------------------------------------------------------------- Data
@@ -253,9 +262,9 @@ def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> 
         values = [v for v in getattr(cfg, field).split(",") if v]
         need(len(values) in (0, 1, len(names)), f"--{field.replace('_', '-')} {getattr(cfg, field)} has "
              f"{len(values)} values; give one, or one for each of the {len(names)} datasets.")
-        kind = float if field == "inner_rate" else int
+        values = [number(field, v, float if field == "inner_rate" else int) for v in values]
         for j, v in enumerate(values and values * (len(names) // len(values))):
-            sequence[j] = sequence[j]._replace(setting=sequence[j].setting._replace(**{field: kind(v)}))
+            sequence[j] = sequence[j]._replace(setting=sequence[j].setting._replace(**{field: v}))
     for data in sequence:
         fewest = int(data.count.min())
         need(fewest >= cfg.shot + cfg.query, f"{data.name} has a class of {fewest} images, too few for "
@@ -286,14 +295,14 @@ def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Ten
     return turn[..., None] * len(data.images) + image
 
 
-def fetch(data: Dataset, index: Tensor, cfg: Config, channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fetch(data: Dataset, index: Tensor, cfg: Config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Indices (T, N, K+Q) -> x_s (T, NK, C, 28, 28), y_s (T, NK), x_q (T, NQ, C, 28, 28), y_q (T, NQ)."""
     x = still = data.images[index % len(data.images)]
     for r in range(1, data.turns):
         x = torch.where((index // len(data.images) == r)[..., None, None, None], still.rot90(r, (-2, -1)), x)
     low, high = x.amin((-3, -2, -1), keepdim=True), x.amax((-3, -2, -1), keepdim=True)
     x = (x - low) / (high - low).clamp(min=1).float()  # each image to [0, 1]
-    x = x.expand(*x.shape[:3], channels, 28, 28)
+    x = x.expand(*x.shape[:3], cfg.channels, 28, 28)
     y = torch.arange(cfg.way, device=x.device)[:, None].expand(index.shape)  # classes come in random order
     parts = [part for a, b in ((0, cfg.shot), (cfg.shot, None)) for part in (x[:, :, a:b], y[:, :, a:b])]
     return tuple(part.flatten(1, 2) for part in parts)
@@ -306,9 +315,9 @@ def fetch(data: Dataset, index: Tensor, cfg: Config, channels: int) -> tuple[Ten
 Params = dict[str, Tensor]
 
 
-def init_params(cfg: Config, channels: int, rng, device="cpu") -> Params:
+def init_params(cfg: Config, rng, device="cpu") -> Params:
     """Uniform in +-1/sqrt(fan-in), as torch.nn's layers; no conv biases: batch norm's own mean would cancel them."""
-    p, width = {}, channels
+    p, width = {}, cfg.channels
     for i in range(1, 5):
         p[f"conv{i}.weight"] = (torch.rand(cfg.filters, width, 3, 3, generator=rng) * 2 - 1) / math.sqrt(9 * width)
         p[f"norm{i}.weight"], p[f"norm{i}.bias"] = torch.ones(cfg.filters), torch.zeros(cfg.filters)
@@ -576,7 +585,7 @@ class Point:
         """The prior's part of the objective, and its gradient in theta and extra."""
         return 0.0, None
 
-    def absorb(self, theta: Params, data: Dataset, channels: int, rng):
+    def absorb(self, theta: Params, data: Dataset, rng):
         """What the posterior takes from the dataset just learned."""
 
     def predict(self, p: Params, x: Tensor, rng) -> dict[str, Tensor]:
@@ -614,11 +623,11 @@ class Laplace(Point):
             grads |= to_params(product, name, theta)
         return value, [grads[n] for n in theta]
 
-    def absorb(self, theta, data, channels, rng):
+    def absorb(self, theta, data, rng):
         cfg, setting = self.cfg, data.setting
         sizes = [min(8, cfg.hessian_tasks - done) for done in range(0, cfg.hessian_tasks, 8)]
-        batches = (fetch(data, sample_tasks(data, "train", T, cfg, rng), cfg, channels) for T in sizes)
-        a = float(cfg.jacobian_rate or setting.inner_rate)
+        batches = (fetch(data, sample_tasks(data, "train", T, cfg, rng), cfg) for T in sizes)
+        a = number("jacobian_rate", cfg.jacobian_rate or setting.inner_rate)
         new = adapted_curvature(theta, batches, setting.inner_rate, setting.inner_steps, a, cfg, rng)
         self.mean = {n: v.detach().clone() for n, v in theta.items()}
         for name, block in new.items():
@@ -680,7 +689,7 @@ class Variational(Point):
         super().__init__(cfg, theta)
         self.extra = {n: torch.full_like(v, cfg.initial_logvar).requires_grad_() for n, v in theta.items()}
         self.prior = {n: (torch.zeros_like(v), torch.full_like(v, math.log(cfg.first_variance))) for n, v in theta.items()}
-        self.kl_weight = float(KL_WEIGHTS.get(cfg.kl_weight, cfg.kl_weight))
+        self.kl_weight = number("kl_weight", KL_WEIGHTS.get(cfg.kl_weight, cfg.kl_weight))
         self.history: list[Params] = []  # of each dataset, every conv's variances (filters, inputs)
 
     def expected_loss(self, mean: Params, x: Tensor, y: Tensor, rng) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -717,7 +726,7 @@ class Variational(Point):
             kl = sum(gaussian_kl(theta[n], self.extra[n], *self.prior[n]) for n in theta) * self.kl_weight
         return kl.detach(), list(torch.autograd.grad(kl, [*theta.values(), *self.extra.values()]))
 
-    def absorb(self, theta, data, channels, rng):
+    def absorb(self, theta, data, rng):
         self.prior = {n: (theta[n].detach().clone(), self.extra[n].detach().clone()) for n in theta}
         self.history.append({n: v.detach().exp().mean((2, 3)) for n, v in self.extra.items() if n.startswith("conv")})
 
@@ -738,7 +747,7 @@ class Variational(Point):
 # -------------------------------------------------------------------------------------------------- Evaluation
 
 
-def evaluate(theta: Params, posterior: Point, data: Dataset, cfg: Config, channels: int, seed: int) -> dict[str, float]:
+def evaluate(theta: Params, posterior: Point, data: Dataset, cfg: Config, seed: int) -> dict[str, float]:
     """Scores on the query sets of unseen classes, the same tasks for every method; each posterior may predict in
     more ways than one."""
     device = data.images.device
@@ -746,7 +755,7 @@ def evaluate(theta: Params, posterior: Point, data: Dataset, cfg: Config, channe
     index = sample_tasks(data, cfg.split, cfg.eval_tasks, cfg, rng)
     found: dict[str, list[Tensor]] = {}
     for some in index.split(20):
-        x_s, y_s, x_q, y_q = fetch(data, some, cfg, channels)
+        x_s, y_s, x_q, y_q = fetch(data, some, cfg)
         p = {n: v.detach().requires_grad_() for n, v in spread(theta, len(some)).items()}
         p, _ = adapt(p, x_s, y_s, data.setting.inner_rate, data.setting.eval_steps)
         with torch.no_grad():
@@ -794,9 +803,9 @@ METHODS = {  # in the order that shows the contrast early
 class Tasks:
     """The meta-batches of a method: lists of (dataset, indices of its tasks)."""
 
-    def __init__(self, source: str, sequence: list[Dataset], cfg: Config, seed: int):
+    def __init__(self, source: str, sequence: list[Dataset], cfg: Config, seed: int, buffer: list[Tensor]):
         self.source, self.sequence, self.cfg, self.seed = source, sequence, cfg, seed
-        self.buffer: list[Tensor] = []  # of each dataset so far, its tasks so far: (J*M, N, K+Q), filled as they arrive
+        self.buffer = buffer  # of each dataset so far its tasks (J*M, N, K+Q), filled as they arrive
 
     def plan(self, t: int, i: int) -> list[int]:
         """How many tasks of this meta-batch come from each of the datasets 0..t."""
@@ -832,11 +841,11 @@ class Tasks:
         self.buffer[t][i * M : (i + 1) * M] = new
 
 
-def meta_step(theta: Params, posterior: Point, optimiser, batch, cfg: Config, channels: int, rng) -> Tensor:
+def meta_step(theta: Params, posterior: Point, optimiser, batch, cfg: Config, rng) -> Tensor:
     """One outer update on a meta-batch, each dataset in it with its own alpha and k; returns the objective."""
     loss, grads = posterior.penalty(theta)
     for data, index in batch:
-        tasks = fetch(data, index, cfg, channels)
+        tasks = fetch(data, index, cfg)
         value, new = posterior.gradient(theta, tasks, data.setting.inner_rate, data.setting.inner_steps, rng)
         loss, new = loss + value / cfg.meta_batch, [g / cfg.meta_batch for g in new]
         grads = new if grads is None else [a + b for a, b in zip(grads, new)]
@@ -851,44 +860,48 @@ def new_optimiser(theta: Params, posterior: Point, cfg: Config) -> torch.optim.A
     return torch.optim.Adam([dict(params=list(theta.values())), *extra], lr=cfg.outer_rate)
 
 
-def run(cfg: Config, experiment: str, schedule: str, method: str, seed: int, sequence: list[Dataset], out: Path, tell):
-    """Algorithm 1 for one method and one seed; `tell(share done, text)` hears of the progress."""
-    row, channels, device = METHODS[method], 3, sequence[0].images.device
-    tasks = Tasks(row.data, sequence, cfg, seed)
-    begin = time.time()
-    facts = dict(experiment=experiment, method=method, seed=seed, schedule=schedule, data=kind_of(sequence))
-    state = resume(out, dict(facts, sequence=[d.name for d in sequence], **dataclasses.asdict(cfg)))
-    theta, tasks.buffer = state.get("theta"), state.get("buffer", [])
-    theta = theta or init_params(cfg, channels, stream("cpu", seed, "init", 0), device)
+def run(cfg: Config, facts: dict, sequence: list[Dataset], out: Path, tell):
+    """Algorithm 1 for one method and one seed; `tell(share done, text)` hears of the progress.
+
+    Everything random is a function of the seed, the stage and the iteration, so a resumed run repeats an unbroken one.
+    """
+    row, seed, device, J = METHODS[facts["method"]], facts["seed"], sequence[0].images.device, cfg.iterations
+    state = resume(out, facts | dict(sequence=[d.name for d in sequence]) | dataclasses.asdict(cfg))
+    fresh = lambda t: init_params(cfg, stream("cpu", seed, "init", t), device)
+    theta = state["theta"] or fresh(0)
     posterior = row.posterior(cfg, theta)
     posterior.load(state["posterior"])
+    tasks = Tasks(row.data, sequence, cfg, seed, state["buffer"])
+    clock = time.time() - state["seconds"]
     work = [1 + d.setting.inner_steps for d in sequence]  # an iteration's cost, roughly
-    for t in range(state["stage"], len(sequence)):  # a dataset arrives
-        if row.start == "scratch" and t and not state["iteration"]:
-            theta = init_params(cfg, channels, stream("cpu", seed, "init", t), device)
+    for t in range(state["stage"], len(sequence)):  # line 3: a dataset arrives
+        begin, state["iteration"] = state["iteration"], 0
+        if row.start == "scratch" and t > 0 and begin == 0:
+            theta = fresh(t)
         optimiser = new_optimiser(theta, posterior, cfg)
-        if state["iteration"]:
+        if begin:
             optimiser.load_state_dict(state["optimiser"])
-        for i in range(state["iteration"], cfg.iterations):  # meta-training on it
-            falls = sum(i >= f * cfg.iterations for f in sequence[t].setting.decay) if posterior.decays else 0
+        save = lambda stage, i: checkpoint(out, state["settings"], dict(
+            stage=stage, iteration=i, seconds=time.time() - clock, theta={n: v.detach() for n, v in theta.items()},
+            posterior=posterior.state(), buffer=tasks.buffer, optimiser=optimiser.state_dict()))
+        for i in range(begin, J):  # lines 4 to 11: meta-training on it
+            falls = sum(i >= f * J for f in sequence[t].setting.decay) if posterior.decays else 0
             optimiser.param_groups[0]["lr"] = cfg.outer_rate * 0.1**falls
             noise = stream(device, seed, "noise", t, i)
-            loss = meta_step(theta, posterior, optimiser, tasks.batch(t, i), cfg, channels, noise)
-            share = (sum(work[:t]) + work[t] * (i + 1) / cfg.iterations) / sum(work)
-            tell(share, f"{method}-{seed} {sequence[t].name} {i + 1}/{cfg.iterations}")
-            if (i + 1) % cfg.eval_every == 0 or i + 1 == cfg.iterations:
-                need(torch.isfinite(loss), f"the loss of {method} became {loss.item()} on {sequence[t].name} by "
-                     f"iteration {i + 1}; try a smaller --outer-rate or --inner-rate.")
+            loss = meta_step(theta, posterior, optimiser, tasks.batch(t, i), cfg, noise)
+            share = (sum(work[:t]) + work[t] * (i + 1) / J) / sum(work)
+            tell(share, f"{facts['method']}-{seed} {sequence[t].name} {i + 1}/{J}")
+            if (i + 1) % cfg.eval_every == 0 or i + 1 == J:
+                need(torch.isfinite(loss), f"the loss of {facts['method']} became {loss.item()} on {sequence[t].name} "
+                     f"by iteration {i + 1}; try a smaller --outer-rate or --inner-rate.")
                 for data in sequence:
-                    found = evaluate(theta, posterior, data, cfg, channels, seed)
-                    seconds = state["seconds"] + time.time() - begin
+                    found = evaluate(theta, posterior, data, cfg, seed)
                     where = dict(stage=t + 1, trained=sequence[t].name, iteration=i + 1, evaluated=data.name)
-                    add_row(out, dict(facts, **where, **found, seconds=round(seconds, 1)))
-                if done := i + 1 == cfg.iterations:
-                    posterior.absorb(theta, sequence[t], channels, stream(device, seed, "absorb", t))
-                position = dict(stage=t + done, iteration=0 if done else i + 1, seconds=seconds)
-                checkpoint(out, state["settings"], position, theta, optimiser, tasks.buffer, posterior.state())
-        state["iteration"] = 0
+                    add_row(out, facts | where | found | dict(seconds=round(time.time() - clock, 1)))
+                if i + 1 < J:
+                    save(t, i + 1)
+        posterior.absorb(theta, sequence[t], stream(device, seed, "absorb", t))  # lines 12 to 16
+        save(t + 1, 0)
         if t + 1 < len(sequence):
             tell(share, "")
 
@@ -903,13 +916,10 @@ def add_row(out: Path, row: dict):
         file.write(json.dumps(row) + "\n")
 
 
-def checkpoint(out: Path, settings, position, theta: Params, optimiser, buffer: list[Tensor], posterior: dict):
+def checkpoint(out: Path, settings: dict, state: dict):
     """Everything a resumed run needs; written beside the old one, flushed, then put in its place."""
-    theta = {n: v.detach() for n, v in theta.items()}
-    state = dict(position, settings=settings, theta=theta, optimiser=optimiser.state_dict(), buffer=buffer,
-                 posterior=posterior, record=(out / "record.jsonl").stat().st_size)
     with open(out / "checkpoint.tmp", "wb") as file:
-        torch.save(state, file)
+        torch.save(state | dict(settings=settings, record=(out / "record.jsonl").stat().st_size), file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(out / "checkpoint.tmp", out / "checkpoint.pt")
@@ -922,7 +932,7 @@ def resume(out: Path, settings: dict) -> dict:
         state = torch.load(out / "checkpoint.pt", weights_only=True)
     except FileNotFoundError:
         (out / "record.jsonl").write_text("")
-        return dict(stage=0, iteration=0, seconds=0.0, settings=settings, posterior={})
+        return dict(stage=0, iteration=0, seconds=0.0, settings=settings, theta=None, posterior={}, buffer=[])
     except Exception as error:
         raise Problem(f"{out}/checkpoint.pt is damaged ({type(error).__name__}); start over with --fresh.")
     old = state["settings"]
@@ -1221,13 +1231,19 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 def work(args, cfg: Config, method: str, seed: int, queue):
     """One run, in a process of its own: its progress, end or problem goes to the queue."""
     job = f"{method}-{seed}"
+
+    def tell(share, text):
+        if not multiprocessing.parent_process().is_alive():
+            sys.exit(1)
+        queue.put((job, share, text))
+
     try:
         torch.set_num_threads(1)  # two runs side by side on one thread each beat one run on two
         sequence = load_sequence(args.sequence, cfg, args.data, args.device)
-        out = args.out / args.experiment / job
-        run(cfg, args.experiment, args.schedule, method, seed, sequence, out, lambda *what: queue.put((job, *what)))
+        facts = dict(experiment=args.experiment, method=method, seed=seed, schedule=args.schedule, data=kind_of(sequence))
+        run(cfg, facts, sequence, args.out / args.experiment / job, tell)
         queue.put((job, 1.0, ""))
-    except Problem as problem:
+    except (Problem, OSError) as problem:
         queue.put((job, None, str(problem)))
 
 
@@ -1277,7 +1293,7 @@ def main(argv: list[str]):
             running[f"{m}-{s}"].start()
         try:
             job, share, text = queue.get(timeout=5)
-        except Exception:  # nothing said for a while: is everyone alive?
+        except Empty:  # nothing said for a while: is everyone alive?
             dead = [j for j, p in running.items() if not p.is_alive()]
             need(not dead, f"the run {', '.join(dead)} ended without a word; run the same command again to resume it.")
             continue
@@ -1291,10 +1307,12 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # takes the runs' processes along
     try:
         main(sys.argv[1:])
-    except Problem as problem:
+    except (Problem, OSError) as problem:
         print(f"boml: {problem}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
+        print("\nboml: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)

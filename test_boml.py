@@ -52,7 +52,7 @@ def toy_batch(seed, tasks=2, shot=1, query=2, way=5, channels=1):
     g = torch.Generator().manual_seed(seed)
     x = lambda n: torch.rand(tasks, way * n, channels, 28, 28, generator=g, dtype=torch.double)
     y = lambda n: torch.arange(way).repeat_interleave(n).expand(tasks, -1)
-    theta = boml.init_params(toy_config(way=way), channels, g)
+    theta = boml.init_params(toy_config(way=way, channels=channels), g)
     theta = {n: (v + 0.1 * torch.randn(v.shape, generator=g)).detach().double().requires_grad_() for n, v in theta.items()}
     return theta, (x(shot), y(shot), x(query), y(query))
 
@@ -451,14 +451,14 @@ def test_penalty_equals_dense_reference(seed):
 
 def test_absorbing_two_datasets_sums_them():
     """The precision after two datasets is lambda times the sum of their curvatures, around the newest mean."""
-    cfg = toy_config(filters=2, way=3, merge_rank=0, past_weight=7.0)
+    cfg = toy_config(filters=2, way=3, channels=1, merge_rank=0, past_weight=7.0)
     data, posterior = [toy_data(0), toy_data(1)], boml.Laplace(cfg, {})
-    thetas = [boml.init_params(cfg, 1, torch.Generator().manual_seed(s)) for s in (0, 1)]
+    thetas = [boml.init_params(cfg, torch.Generator().manual_seed(s)) for s in (0, 1)]
     single = []
     for theta, d in zip(thetas, data):
-        posterior.absorb(theta, d, 1, torch.Generator().manual_seed(3))
+        posterior.absorb(theta, d, torch.Generator().manual_seed(3))
         alone = boml.Laplace(dataclasses.replace(cfg, past_weight=1.0), {})
-        alone.absorb(theta, d, 1, torch.Generator().manual_seed(3))
+        alone.absorb(theta, d, torch.Generator().manual_seed(3))
         single.append(alone.blocks)
     for name in posterior.blocks:
         assert_close(dense(posterior.blocks[name]), 7.0 * (dense(single[0][name]) + dense(single[1][name])), rtol=1e-4, atol=1e-4)
@@ -596,7 +596,7 @@ def test_penalty_is_the_kl_to_the_prior(seed):
     flat = torch.cat([v.detach().flatten() for v in theta.values()]).numpy()
     expected = 0.5 * reference.gaussian_kl(flat, np.exp(-3.0) * np.eye(len(flat)), 0 * flat, 2.0 * np.eye(len(flat)))
     assert_close(posterior.penalty(theta)[0], expected)
-    posterior.absorb(theta, None, 1, None)
+    posterior.absorb(theta, None, None)
     value, grads = posterior.penalty(theta)
     assert_close(value, 0.0)
     assert all(g.abs().max() < 1e-12 for g in grads)
@@ -697,9 +697,9 @@ def test_sampling_is_uniform():
 @given(seeds, st.sampled_from([1, 3]))
 def test_fetched_images(seed, channels):
     """Images come scaled to [0, 1], turned as their class says, expanded to the channels, labels in class order."""
-    data, cfg = toy_data(seed, turns=4), toy_config(way=2, shot=1, query=2)
+    data, cfg = toy_data(seed, turns=4), toy_config(way=2, shot=1, query=2, channels=channels)
     index = boml.sample_tasks(data, "train", 3, cfg, torch.Generator().manual_seed(seed))
-    x_s, y_s, x_q, y_q = boml.fetch(data, index, cfg, channels)
+    x_s, y_s, x_q, y_q = boml.fetch(data, index, cfg)
     assert x_s.shape == (3, 2, channels, 28, 28) and x_q.shape == (3, 4, channels, 28, 28)
     assert y_s.tolist() == [[0, 1]] * 3 and y_q.tolist() == [[0, 0, 1, 1]] * 3
     i = int(index[1, 1, 2])
@@ -738,7 +738,7 @@ def test_drawn_images_vary(name):
 
 def test_plan_of_everything_is_even():
     """Train-On-Everything gives each dataset so far its equal share over the iterations."""
-    tasks = boml.Tasks("all", [toy_data()] * 3, toy_config(meta_batch=4), 0)
+    tasks = boml.Tasks("all", [toy_data()] * 3, toy_config(meta_batch=4), 0, [])
     total = np.sum([tasks.plan(2, i) for i in range(30)], 0)
     assert total.tolist() == [40, 40, 40]
 
@@ -746,7 +746,7 @@ def test_plan_of_everything_is_even():
 def test_buffer_is_sampled_uniformly():
     """Follow-The-Meta-Leader draws its tasks from all that have arrived, each about equally often, and no others."""
     cfg = toy_config(meta_batch=5, iterations=4)
-    tasks = boml.Tasks("buffer", [toy_data(0), toy_data(1)], cfg, 0)
+    tasks = boml.Tasks("buffer", [toy_data(0), toy_data(1)], cfg, 0, [])
     for t, i in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0)):
         tasks.batch(t, i)
     seen = {tuple(row.flatten().tolist()): 0 for b in (tasks.buffer[0], tasks.buffer[1][:10]) for row in b}
@@ -765,12 +765,12 @@ def test_training_step_on_meta_device(method):
     """No tensor of a training step strays to the CPU and nothing in it waits for a value: it runs without values."""
     cfg = toy_config(meta_batch=3)
     sequence = [toy_data(0, turns=4, device="meta"), toy_data(1, channels=3, device="meta")]
-    theta = {n: v.detach().requires_grad_() for n, v in boml.init_params(cfg, 3, None, "meta").items()}
+    theta = {n: v.detach().requires_grad_() for n, v in boml.init_params(cfg, None, "meta").items()}
     posterior = boml.METHODS[method].posterior(cfg, theta)
     optimiser = boml.new_optimiser(theta, posterior, cfg)
-    tasks = boml.Tasks(boml.METHODS[method].data, sequence, cfg, 0)
+    tasks = boml.Tasks(boml.METHODS[method].data, sequence, cfg, 0, [])
     for t in range(2):
-        loss = boml.meta_step(theta, posterior, optimiser, tasks.batch(t, 0), cfg, 3, None)
+        loss = boml.meta_step(theta, posterior, optimiser, tasks.batch(t, 0), cfg, None)
         assert loss.is_meta and all(p.grad.is_meta for p in theta.values())
 
 
@@ -833,12 +833,16 @@ def test_generated_data_is_labelled(tmp_path):
     assert json.loads((tmp_path / "triathlon" / "summary.json").read_text())["data"] == "generated"
 
 
+def facts(method):
+    return dict(experiment="triathlon", method=method, seed=0, schedule="cpu", data="real")
+
+
 @pytest.mark.parametrize("method", boml.METHODS)
 def test_resumed_run_equals_unbroken(method, tmp_path):
     """A run broken off after a checkpoint and resumed leaves the same record as one that was not."""
     cfg = toy_config(iterations=4, eval_every=2)
     sequence = [toy_data(0), toy_data(1, name="mini_quickdraw"), toy_data(2, channels=3, name="cifar_fs")]
-    go = lambda out, tell: boml.run(cfg, "triathlon", "cpu", method, 0, sequence, tmp_path / out, tell)
+    go = lambda out, tell: boml.run(cfg, facts(method), sequence, tmp_path / out, tell)
     go("whole", lambda *_: None)
 
     def stop(share, text):
@@ -886,6 +890,7 @@ def test_summary_of_made_up_records():
     (["triathlon", "--split", "train"], "--split is 'train'"),
     (["triathlon", "--query", "15"], "use --query 2 or fewer"),
     (["triathlon", "--way", "17"], "use --way 16 or fewer"),
+    (["triathlon", "--inner-rate", "fast"], "--inner-rate: 'fast' is not a number"),
     (["triathlon", "--inner-rate", "0.1,0.2"], "--inner-rate 0.1,0.2 has 2 values"),
 ])
 def test_bad_command_line(args, word, fake_data):
@@ -925,9 +930,9 @@ def test_problem_is_one_line_and_status_2(fake_data):
 def test_other_settings_are_refused(tmp_path):
     """A run of other settings in the same folder is not continued; the difference is named."""
     sequence = [toy_data(0)]
-    boml.run(toy_config(), "triathlon", "cpu", "maml", 0, sequence, tmp_path, lambda *_: None)
+    boml.run(toy_config(), facts("maml"), sequence, tmp_path, lambda *_: None)
     with pytest.raises(boml.Problem, match="outer_rate was 0.001, now 0.1"):
-        boml.run(toy_config(outer_rate=0.1), "triathlon", "cpu", "maml", 0, sequence, tmp_path, lambda *_: None)
+        boml.run(toy_config(outer_rate=0.1), facts("maml"), sequence, tmp_path, lambda *_: None)
 
 
 # ----------------------------------------------------------------------------------------------- Preparation
