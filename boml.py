@@ -266,6 +266,8 @@ def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> 
         for j, v in enumerate(values and values * (len(names) // len(values))):
             sequence[j] = sequence[j]._replace(setting=sequence[j].setting._replace(**{field: v}))
     for data in sequence:
+        colours = data.images.shape[1]
+        need(colours in (1, cfg.channels), f"{data.name} has {colours} channels; use --channels {colours}.")
         fewest = int(data.count.min())
         need(fewest >= cfg.shot + cfg.query, f"{data.name} has a class of {fewest} images, too few for "
              f"{cfg.shot} shot + {cfg.query} queries; use --query {fewest - cfg.shot} or fewer.")
@@ -1086,14 +1088,62 @@ def figure(runs: dict, summary: dict, path: Path):
     image.resize(size, Image.Resampling.LANCZOS).save(path, optimize=True)
 
 
+def covariance(folder: Path, runs: dict, summary: dict) -> str:
+    """BomVI's variances after each dataset: numbers over seeds, and the first seed's conv layers as heat maps."""
+    histories = []
+    for (method, seed), rows in runs.items():
+        path = folder / f"{method}-{seed}" / "checkpoint.pt"
+        if METHODS[method].posterior is Variational and path.exists():
+            histories.append(torch.load(path, weights_only=True, map_location="cpu")["posterior"]["history"])
+    done = min((len(h) for h in histories), default=0)
+    if not done:
+        return ""
+    names, layers = summary["datasets"][:done], list(histories[0][0])
+    moments = lambda t, n: [float(torch.stack([f(h[t][n]) for h in histories]).mean()) for f in (torch.mean, torch.std)]
+    numbers = {n.removesuffix(".weight"): {name: moments(t, n) for t, name in enumerate(names)} for n in layers}
+    summary["methods"]["bomvi"]["variance"] = numbers
+    side, left, top, gap = 128, 70, 70, 24
+    size = (left + done * (side + gap) + 70, top + len(layers) * (side + gap))
+    image = Image.new("RGB", (size[0] * SCALE, size[1] * SCALE), "white")
+    draw = ImageDraw.Draw(image)
+    write(draw, 12, 18, f"BomVI: log10 of the variance, filters x inputs   ({summary['data']} data)", 13, "lm")
+    logs = [[h[n].log10().numpy() for h in histories[0][:done]] for n in layers]
+    low, high = min(m.min() for row in logs for m in row), max(m.max() for row in logs for m in row)
+
+    def colour(values):  # dark blue to green to yellow
+        v = (values - low) / max(high - low, 1e-9)
+        rgb = np.stack([np.interp(v, (0, 0.5, 1), stops) for stops in ((40, 30, 250), (10, 140, 230), (90, 140, 40))], -1)
+        return Image.fromarray(rgb.astype(np.uint8))
+
+    for l, row in enumerate(logs):
+        y = top + l * (side + gap)
+        write(draw, left / 2, y + side / 2, layers[l].removesuffix(".weight"), 13)
+        for t, values in enumerate(row):
+            x = left + t * (side + gap)
+            box = Image.Resampling.NEAREST
+            image.paste(colour(values).resize((side * SCALE, side * SCALE), box), (x * SCALE, y * SCALE))
+            if l == 0:
+                write(draw, x + side / 2, top - 14, f"after {names[t]}")
+    bar = colour(np.linspace(high, low, 64)[:, None]).resize((14 * SCALE, 2 * side * SCALE))
+    image.paste(bar, ((size[0] - 60) * SCALE, top * SCALE))
+    for value, y in ((high, top + 6), ((low + high) / 2, top + side), (low, top + 2 * side - 6)):
+        write(draw, size[0] - 40, y, f"{value:.2f}", anchor="lm")
+    image.resize(size, Image.Resampling.LANCZOS).save(folder / "covariance.png", optimize=True)
+    lines = ["BomVI's variances, mean (spread) per layer" + "".join(f"{'after ' + n:>28}" for n in names)]
+    for name, by_dataset in numbers.items():
+        lines.append(f"{name:42}" + "".join(f"{f'{m:.3g} ({s:.2g})':>28}" for m, s in by_dataset.values()))
+    return "\n" + "\n".join(lines)
+
+
 def report(folder: Path) -> str:
-    """Write summary.json and accuracy.png from the records in the folder; returns the table."""
+    """Write summary.json and the figures from the records in the folder; returns the table."""
     runs = read_records(folder)
     summary = summarise(runs)
     summary["environment"] = dict(python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__)
+    variances = covariance(folder, runs, summary)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     figure(runs, summary, folder / "accuracy.png")
-    return table(summary)
+    return table(summary) + variances
 
 
 # ----------------------------------------------------------------------------------------------- Approximation
