@@ -13,13 +13,16 @@
 A reproduction of Yap, Ritter and Barber, "Addressing Catastrophic Forgetting in Few-Shot Problems", ICML 2021.
 One module, read top to bottom:
 
-    Configuration   the paper's Tables 1 and 2, the experiments, the methods
-    Data            six loaders' worth of classes in one shape, generated stand-ins, sampling of tasks (Section 2)
-    Network         4 x (conv, batch norm, max-pool, ReLU), linear; a function of a dictionary of parameters
-    Adaptation      Eq. 1, the second-order meta-gradient of Eq. 2
+    Configuration   the paper's Tables 1 and 2, the schedules, the experiments
+    Data            datasets as classes of images, generated stand-ins, sampling of tasks
+    Network         4 x (conv, batch norm, max-pool, ReLU), linear: a function of a dictionary of parameters
+    Adaptation      SGD on the support set (Eq. 1), the second-order meta-gradient (Eq. 2)
+    Laplace         BomLA: objective (Eq. 8), adapted Kronecker-factored curvature (Eqs. 11, 12, 25 to 29), merge
+    Variational     BomVI: objective (Eq. 14), local reparameterisation, adaptation of the mean (Eqs. 33, 34)
     Evaluation      adapt to unseen classes, score the query set
-    Run             Algorithm 1: for each dataset train, evaluate on all, carry forward; record and checkpoint
-    Report          summary, table, figure: drawn from the records alone
+    Run             the five methods in a table; Algorithms 1 and 2; record and checkpoint
+    Report          summary, table, figures: drawn from the records
+    Approximation   the curvature against the exact one of reference_numpy.py
     Command line    python boml.py triathlon --help
 """
 from __future__ import annotations
@@ -61,7 +64,7 @@ class Config:  # the defaults are the paper's schedule; each comment below is al
     past_weight: float = 100.0  # lambda, on every past dataset's curvature (BomLA)
     hessian_tasks: int = 5000  # tasks of the curvature of each dataset (BomLA)
     averaging: str = "averages"  # of the curvature over tasks: averages of factors, or products of factors (BomLA)
-    jacobian_rate: str = ""  # alpha in the adaptation's Jacobian; empty: the dataset's own, 1: the paper's, 0: none (BomLA)
+    jacobian_rate: str = ""  # of the adaptation's Jacobian; empty: the dataset's alpha, 1: the paper's, 0: none (BomLA)
     merge_rank: int = 1  # Kronecker pairs kept per layer; 0: all of them (BomLA)
     exact_labels: bool = False  # in the Fisher the expectation over the model's labels, not one draw (BomLA)
     support_hessian: bool = False  # add the curvature of the support loss, which Algorithm 1 leaves out (BomLA)
@@ -91,9 +94,10 @@ DATASETS = {
     "generated_doodles": Setting((200, 40, 60), 0.2, 3, 5, (0.5,)),
     "generated_textures": Setting((200, 40, 60), 0.1, 5, 10, (0.5,)),
 }
-SCHEDULES = {  # `paper` is Config's defaults (Table 1); `cpu` is the same network and rates on fewer, smaller meta-batches
-    "paper": {},
-    "cpu": dict(query=5, meta_batch=4, iterations=300, eval_every=150, hessian_tasks=100, mc_samples=2, logvar_rate=0.005),
+SCHEDULES = {  # `cpu`: the same network and rates, fewer and smaller meta-batches
+    "paper": {},  # Config's defaults, Table 1
+    "cpu": dict(query=5, meta_batch=4, iterations=300, eval_every=150, hessian_tasks=100, mc_samples=2,
+                logvar_rate=0.005),
 }
 EXPERIMENTS = {"triathlon": "omniglot,mini_quickdraw,cifar_fs", "run": ""}  # run: any --sequence
 
@@ -229,7 +233,7 @@ def draw_doodles(rng, classes, each=30):
 
 
 def draw_textures(rng, classes, each=40):
-    """A class is two colours and a pattern of waves; each image shifts both, adds noise and a disc that hides a part."""
+    """A class is two colours and a pattern of waves; each image shifts both, adds noise and hides a disc of it."""
     y, x = np.mgrid[-1:1:28j, -1:1:28j]
     for c in range(classes):
         colours, pitch, angle = rng.uniform(40, 215, (2, 3)), rng.uniform(2, 9), rng.uniform(0, np.pi)
@@ -342,7 +346,7 @@ def layer(p: Params, name: str, x: Tensor) -> Tensor:
 def first_layer(p: Params, x: Tensor) -> Tensor:
     """conv1 and norm1 as one convolution, exactly: a fifth faster than one after the other.
 
-    The input is fixed, so the mean m and covariance C of its patches are; a filter w then has mean w'm and variance w'Cw.
+    The patches of a fixed input have a fixed mean m and covariance C: a filter w has mean w'm and variance w'Cw on it.
     """
     w, T = p["conv1.weight"].flatten(2), len(p["conv1.weight"])  # (T, O, 9C)
     u = F.unfold(x, 3, padding=1).unflatten(1, (T, -1)).permute(1, 2, 0, 3).flatten(2)  # (T, 9C, B*28*28)
@@ -355,7 +359,7 @@ def first_layer(p: Params, x: Tensor) -> Tensor:
 
 
 def network(p: Params, x: Tensor, apply=None) -> Tensor:
-    """Logits (T, B, N) of T networks for x (T, B, C, 28, 28); pass an `apply` in place of `layer` to watch or to sample."""
+    """Logits (T, B, N) of T networks for x (T, B, C, 28, 28); `apply` takes the place of `layer`, to watch or sample."""
     T = len(x)
     x = x.transpose(0, 1).flatten(1, 2)  # (B, T*C, 28, 28)
     x = x.contiguous(memory_format=torch.channels_last if T == 1 else torch.contiguous_format)  # the faster of the two
@@ -423,7 +427,7 @@ def meta_gradient(theta: Params, batch, rate, steps, support_weight, net=network
 
 # ----------------------------------------------------------------------------------------------------- Laplace
 # BomLA. The posterior of theta is N(mean, precision^-1); the precision is block-diagonal over layers, each block a sum
-# of Kronecker products A (x) G that is never formed: (A (x) G) vec(D) = vec(G D A'). A layer's parameters as a matrix D:
+# of Kronecker products that is never formed: (A(x)G) vec(D) = vec(G D A') (Eq. 24). A layer's parameters as a matrix D:
 #   conv    (O, 9C), in the order of F.unfold: channel, row, column      A (9C, 9C)      G (O, O)
 #   linear  (N, features + 1), the bias last                             A (D+1, D+1)    G (N, N)
 #   norm    (C, 2): scale and shift                                      unit-wise blocks F (C, 2, 2) instead
@@ -494,7 +498,8 @@ def fisher_blocks(p: Params, x: Tensor, exact: bool, rng, net=network) -> dict[s
         signals = [prob - eye[prob.flatten(0, 1).multinomial(1, generator=rng).view(prob.shape[:2])]]
     outputs, G = [h for _, h in seen.values()], dict.fromkeys(seen, 0.0)
     for signal in signals:
-        for (name, (inputs, _)), g in zip(seen.items(), torch.autograd.grad(logits, outputs, signal, retain_graph=True)):
+        grads = torch.autograd.grad(logits, outputs, signal, retain_graph=True)
+        for (name, (inputs, _)), g in zip(seen.items(), grads):
             G[name] = G[name] + output_factor(name, inputs.detach(), g, len(x))
     inputs = {n: h.detach() for n, (h, _) in seen.items()}
     return {n: (G[n],) if n.startswith("norm") else (input_factor(n, inputs[n], len(x)), G[n]) for n in seen}
@@ -511,11 +516,11 @@ def sandwich(support: Block, query: Block, a: float) -> Block:
 
 
 def adapted_curvature(theta: Params, batches, rate, steps, a: float, cfg: Config, rng, net=network) -> dict[str, Block]:
-    """Appendix A.3.1: the Fisher of the query sets at the adapted parameters as seen from theta (Eq. 11).
+    """Eqs. 25 to 28: the Fisher of the query sets at the adapted parameters as seen from theta (Eq. 11), per layer.
 
     The adaptation's Jacobian is I - a H, H being K-FAC's curvature of the support loss at theta.
-    DIFFERS: the paper has a = 1; the derivative of one step of SGD has a = its rate.
-    The mean over tasks is taken of each `products` of factors, as in the paper, or of each factor (`averages`).
+    DIFFERS: the paper has a = 1 (Eq. 12); the derivative of one step of SGD has a = its rate.
+    The mean over tasks is that of each product of factors, as in the paper (`products`), or of each factor (`averages`).
     """
     sums, tasks, products = {}, 0, cfg.averaging == "products"
     for x_s, y_s, x_q, _ in batches:
@@ -670,8 +675,8 @@ def noisy_layer(variance: Params, rng):
                 * noise(x[..., :1, :1]) for n in ("weight", "bias"))
             return x * scale + shift
         # DIFFERS: mean from x, variance from x^2; the authors' conv takes both from x^2.
-        spread = layer(variance, name, x * x)
-        return layer(p, name, x) + spread.clamp(min=torch.finfo(x.dtype).tiny).sqrt() * noise(spread)
+        mean, wide = layer(p, name, x), layer(variance, name, x * x)
+        return mean + wide.clamp(min=torch.finfo(x.dtype).tiny).sqrt() * noise(mean)
 
     return noisy
 
@@ -690,7 +695,8 @@ class Variational(Point):
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
         self.extra = {n: torch.full_like(v, cfg.initial_logvar).requires_grad_() for n, v in theta.items()}
-        self.prior = {n: (torch.zeros_like(v), torch.full_like(v, math.log(cfg.first_variance))) for n, v in theta.items()}
+        first = math.log(cfg.first_variance)
+        self.prior = {n: (torch.zeros_like(v), torch.full_like(v, first)) for n, v in theta.items()}
         self.kl_weight = number("kl_weight", KL_WEIGHTS.get(cfg.kl_weight, cfg.kl_weight))
         self.history: list[Params] = []  # of each dataset, every conv's variances (filters, inputs)
 
@@ -711,7 +717,7 @@ class Variational(Point):
         return total, sums[: len(mean)], sums[len(mean) :]
 
     def gradient(self, theta, batch, rate, steps, rng):
-        """Eq. 15: adapt the mean by gradients taken at the mean; then both likelihoods in expectation."""
+        """Eq. 14: adapt the mean by gradients at the mean (Eqs. 33, 34); then both likelihoods in expectation."""
         x_s, y_s, x_q, y_q = batch
         T, total, cotangents, logvar_grads = len(x_s), 0.0, [], []
         adapted, _ = adapt(spread(theta, T), x_s, y_s, rate, steps, second_order=True)
@@ -719,7 +725,8 @@ class Variational(Point):
             query, g, g_logvar = self.expected_loss({n: v[part] for n, v in adapted.items()}, x_q[part], y_q[part], rng)
             total, cotangents, logvar_grads = total + query, cotangents + [g], logvar_grads + [g_logvar]
         support, g_s, g_logvar = self.expected_loss(spread(theta, T), x_s, y_s, rng)
-        grads = torch.autograd.grad(list(adapted.values()), list(theta.values()), [torch.cat(c) for c in zip(*cotangents)])
+        g_q = [torch.cat(c) for c in zip(*cotangents)]
+        grads = torch.autograd.grad(list(adapted.values()), list(theta.values()), g_q)
         grads = [a + b.sum(0) for a, b in zip(grads, g_s)]
         return total + support, grads + [sum(g) for g in zip(*logvar_grads, g_logvar)]
 
@@ -960,7 +967,7 @@ def read_records(folder: Path) -> dict[tuple[str, int], list[dict]]:
 
 
 def interval(values: list[float], task_ci: list[float]) -> float:
-    """Half a 95 % interval of the mean: Student's t over seeds, which also holds the tasks' noise; one seed: tasks only."""
+    """Half a 95 % interval of the mean: Student's t over seeds, whose spread holds the tasks'; one seed: over tasks."""
     t = [0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]
     n = len(values)
     return t[min(n - 1, 9)] * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else task_ci[0]
@@ -981,7 +988,7 @@ def summarise(runs: dict) -> dict:
                 cell.setdefault(key, []).append(r)
         grid = lambda of: [[of(cell.get((t + 1, n), [])) for n in names] for t in range(stages)]
         mean = lambda rows: round(float(np.mean([r["accuracy"] for r in rows])), 4) if rows else None
-        ci = lambda rows: round(interval([r["accuracy"] for r in rows], [r["ci95"] for r in rows]), 4) if rows else None
+        ci = lambda rows: round(interval(*([r[k] for r in rows] for k in ("accuracy", "ci95"))), 4) if rows else None
         accuracy = grid(mean)
         done = len(accuracy) == len(names) and all(v is not None for v in accuracy[-1])
         after = {n: [row[j] for row in accuracy[j:] if row[j] is not None] for j, n in enumerate(names)}
@@ -992,7 +999,22 @@ def summarise(runs: dict) -> dict:
             learning={n: v[0] for n, v in after.items() if v},  # right after its own stage
             seconds=round(sum(rows[-1]["seconds"] for rows in mine.values()), 1),
         )
+        if method != "maml" and done:
+            summary["methods"][method]["versus_maml"] = versus(runs, method, "maml", names)
     return summary
+
+
+def versus(runs: dict, one: str, other: str, names: list[str]) -> dict[str, list[float]]:
+    """Difference in accuracy after the last stage, seed by seed (same start, same tasks), and half its 95 % interval."""
+    last = {key: {r["evaluated"]: r for r in rows if r["stage"] == len(names)} for key, rows in runs.items()}
+    seeds = [s for m, s in runs if m == one and len(last[m, s]) == len(last.get((other, s), [])) == len(names)]
+    found = {}
+    for n in names if seeds else ():
+        pairs = [(last[one, s][n], last[other, s][n]) for s in seeds]
+        apart = [a["accuracy"] - b["accuracy"] for a, b in pairs]
+        half = interval(apart, [math.hypot(a["ci95"], b["ci95"]) for a, b in pairs])
+        found[n] = [round(float(np.mean(apart)), 4), round(half, 4)]
+    return found
 
 
 def table(summary: dict) -> str:
@@ -1013,6 +1035,10 @@ def table(summary: dict) -> str:
         average = "" if m["final_average"] is None else f"{100 * m['final_average']:.1f}"
         forgotten = 100 * np.mean(list(m["forgetting"].values())) if m["forgetting"] else 0
         lines.append(f"{METHODS[method].label:24}{cells}{average:>9}{forgotten:>11.1f}")
+    for method, m in summary["methods"].items():
+        if m.get("versus_maml"):
+            lines.append(f"  {METHODS[method].label} minus sequential MAML, after the last: " + ", ".join(
+                f"{n} {100 * d:+.1f} ±{100 * half:.1f}" for n, (d, half) in m["versus_maml"].items()))
     return "\n".join(lines)
 
 
@@ -1026,7 +1052,8 @@ def curve(runs: dict, method: str, stage: int, evaluated: str) -> tuple[list[int
         if now:
             series.append(before * (METHODS[m].start == "previous") + now)
     points = min((len(s) for s in series), default=0)
-    return [i for i, _ in series[0][:points]] if points else [], np.array([[a for _, a in s[:points]] for s in series])
+    iterations = [i for i, _ in series[0][:points]] if points else []
+    return iterations, np.array([[a for _, a in s[:points]] for s in series])
 
 
 SCALE = 3  # figures are drawn this many times as large, then reduced: smooth lines
@@ -1057,7 +1084,7 @@ def panel(draw, x0, y0, width, height, lines, longest, low, high, left_labels, b
 
 
 def figure(runs: dict, summary: dict, path: Path):
-    """The paper's grid. Rows: dataset evaluated; columns: dataset being trained; a line per method, a band over seeds."""
+    """The paper's grid. Rows: dataset evaluated; columns: dataset trained; a line per method, a band over seeds."""
     names, methods = summary["datasets"], list(summary["methods"])
     width, height, left, top, gap = 250, 150, 80, 92, 14
     size = (left + len(names) * (width + gap) + 10, top + len(names) * (height + gap) + 44)
@@ -1081,9 +1108,11 @@ def figure(runs: dict, summary: dict, path: Path):
         write(draw, left + j * (width + gap) + width / 2, top - 16, f"training on {name}", 13)
         for t, stage in enumerate(lines):
             x = left + t * (width + gap)
-            panel(draw, x, y, width, height, stage, longest, low, high + 0.1 * (low == high), t == 0, j + 1 == len(names))
+            last = j + 1 == len(names)
+            panel(draw, x, y, width, height, stage, longest, low, high + 0.1 * (low == high), t == 0, last)
         label = Image.new("L", (height * SCALE, 20 * SCALE))
-        ImageDraw.Draw(label).text((height * SCALE / 2, 10 * SCALE), name, 255, ImageFont.load_default(13 * SCALE), "mm")
+        font = ImageFont.load_default(13 * SCALE)
+        ImageDraw.Draw(label).text((height * SCALE / 2, 10 * SCALE), name, 255, font, "mm")
         image.paste("#222222", (18 * SCALE, y * SCALE), label.rotate(90, expand=True))
     image.resize(size, Image.Resampling.LANCZOS).save(path, optimize=True)
 
@@ -1099,7 +1128,8 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
     if not done:
         return ""
     names, layers = summary["datasets"][:done], list(histories[0][0])
-    moments = lambda t, n: [float(torch.stack([f(h[t][n]) for h in histories]).mean()) for f in (torch.mean, torch.std)]
+    over_seeds = lambda f, t, n: float(torch.stack([f(h[t][n]) for h in histories]).mean())
+    moments = lambda t, n: [over_seeds(f, t, n) for f in (torch.mean, torch.std)]
     numbers = {n.removesuffix(".weight"): {name: moments(t, n) for t, name in enumerate(names)} for n in layers}
     summary["methods"]["bomvi"]["variance"] = numbers
     side, left, top, gap = 128, 70, 70, 24
@@ -1112,8 +1142,8 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
 
     def colour(values):  # dark blue to green to yellow
         v = (values - low) / max(high - low, 1e-9)
-        rgb = np.stack([np.interp(v, (0, 0.5, 1), stops) for stops in ((40, 30, 250), (10, 140, 230), (90, 140, 40))], -1)
-        return Image.fromarray(rgb.astype(np.uint8))
+        stops = ((40, 30, 250), (10, 140, 230), (90, 140, 40))
+        return Image.fromarray(np.stack([np.interp(v, (0, 0.5, 1), s) for s in stops], -1).astype(np.uint8))
 
     for l, row in enumerate(logs):
         y = top + l * (side + gap)
@@ -1217,7 +1247,7 @@ def approximation(folder: Path, nets: int = 10, alpha: float = 0.4) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     facts = dict(nets=nets, alpha=alpha, measured="relative Frobenius error, angle in degrees: median over networks")
     (folder / "approximation.json").write_text(json.dumps(facts | dict(medians=medians), indent=1))
-    lines = [f"Relative Frobenius error / angle in degrees to the exact adapted Fisher's block; median of {nets} networks"]
+    lines = [f"Relative Frobenius error / angle in degrees to the exact adapted Fisher; median of {nets} networks"]
     for state in dict.fromkeys(key.split("|")[0] for key in medians):
         lines.append(f"{state:32}" + "".join(f"{f'layer {l}':>14}" for l in (1, 2, 3)))
         for form in FORMS:
@@ -1230,6 +1260,9 @@ def approximation(folder: Path, nets: int = 10, alpha: float = 0.4) -> str:
 # ------------------------------------------------------------------------------------------------ Command line
 
 
+COMMANDS = [*EXPERIMENTS, "approximation"]
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise Problem(f"{message}; see --help")
@@ -1237,8 +1270,9 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser = Parser(prog="boml.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", help=f"one of {', '.join(EXPERIMENTS)}; approximation: how good BomLA's curvature is")
-    parser.add_argument("--sequence", help=f"datasets in order, comma-separated, of {', '.join(DATASETS)} (default: the experiment's)")
+    parser.add_argument("experiment", help=f"one of {', '.join(COMMANDS)}")
+    parser.add_argument("--sequence", help=f"datasets in order, comma-separated, of {', '.join(DATASETS)} "
+                        "(default: the experiment's)")
     parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated, of %(default)s (default: all)")
     parser.add_argument("--seeds", default="0", help="comma-separated whole numbers (default: %(default)s)")
     parser.add_argument("--schedule", choices=SCHEDULES, help="default: paper with CUDA, else cpu")
@@ -1250,15 +1284,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     help_of = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", inspect.getsource(Config), re.M))
     for field in dataclasses.fields(Config):
         cpu = SCHEDULES["cpu"].get(field.name)
-        default = f" (default: {field.default}{f'; {cpu} in the cpu schedule' if cpu else ''})" if field.default != "" else ""
+        default = f" (default: {field.default}{f'; {cpu} in the cpu schedule' if cpu else ''})"
         kind = {"int": int, "float": float, "str": str, "bool": None}[field.type]
         how = dict(type=kind) if kind else dict(action=argparse.BooleanOptionalAction)
-        parser.add_argument(f"--{field.name.replace('_', '-')}", help=help_of[field.name] + default, **how)
+        name, default = f"--{field.name.replace('_', '-')}", default if field.default != "" else ""
+        parser.add_argument(name, help=help_of[field.name] + default, **how)
     args = parser.parse_args(argv)
-    known = ", ".join([*EXPERIMENTS, "approximation"])
-    need(args.experiment in known.split(", "), f"{args.experiment!r} is not an experiment; choose from {known}.")
-    args.sequence, args.methods, args.seeds = (
-        text.split(",") for text in (args.sequence or EXPERIMENTS.get(args.experiment, "omniglot"), args.methods, args.seeds))
+    known = ", ".join(COMMANDS)
+    need(args.experiment in COMMANDS, f"{args.experiment!r} is not an experiment; choose from {known}.")
+    args.sequence = args.sequence or EXPERIMENTS.get(args.experiment, "omniglot")
+    need(args.sequence, "run needs --sequence: datasets in order, comma-separated.")
+    args.sequence, args.methods, args.seeds = (t.split(",") for t in (args.sequence, args.methods, args.seeds))
     for name in args.sequence:
         need(name in DATASETS, f"--sequence: {name!r} is not a dataset; choose from {', '.join(DATASETS)}.")
     for method in args.methods:
@@ -1290,7 +1326,8 @@ def work(args, cfg: Config, method: str, seed: int, queue):
     try:
         torch.set_num_threads(1)  # two runs side by side on one thread each beat one run on two
         sequence = load_sequence(args.sequence, cfg, args.data, args.device)
-        facts = dict(experiment=args.experiment, method=method, seed=seed, schedule=args.schedule, data=kind_of(sequence))
+        facts = dict(experiment=args.experiment, method=method, seed=seed, schedule=args.schedule)
+        facts["data"] = kind_of(sequence)
         run(cfg, facts, sequence, args.out / args.experiment / job, tell)
         queue.put((job, 1.0, ""))
     except (Problem, OSError) as problem:
@@ -1316,8 +1353,10 @@ class Progress:
         end = time.strftime("%H:%M", time.localtime(time.time() + left)) if fresh > 0.01 else "..."
         running = " | ".join(t for t in self.text.values() if t)
         line = f"{100 * sum(self.share.values()) / len(self.share):3.0f} %, done about {end}: {running}"
-        print(f"\r\033[K{line}" if sys.stderr.isatty() else line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr,
-              flush=True)
+        if sys.stderr.isatty():
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]):
@@ -1330,8 +1369,8 @@ def main(argv: list[str]):
     for m, s in pairs if args.fresh else []:
         shutil.rmtree(folder / f"{m}-{s}", ignore_errors=True)
     print(f"{args.experiment}: " + " -> ".join(f"{d.name} ({d.kind})" for d in sequence))
-    print(f"{args.schedule} schedule on {args.device}: {cfg.iterations} iterations of {cfg.meta_batch} tasks per dataset, "
-          f"{cfg.way}-way {cfg.shot}-shot, {cfg.query} queries per class; records in {folder}/", flush=True)
+    print(f"{args.schedule} schedule on {args.device}: {cfg.iterations} iterations of {cfg.meta_batch} tasks per dataset,"
+          f" {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries per class; records in {folder}/", flush=True)
     jobs = args.jobs or (1 if args.device.startswith("cuda") else os.cpu_count())
     context = multiprocessing.get_context("spawn")
     queue, waiting, running = context.Queue(), list(pairs), {}

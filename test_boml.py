@@ -875,6 +875,15 @@ def test_summary_of_made_up_records():
     assert_close(maml["ci95"][1][1], 12.71 * 0.1, rtol=1e-3)  # t with one degree of freedom, standard error 0.1
 
 
+def test_difference_to_maml_is_paired():
+    """A method is compared with sequential MAML seed by seed: what both share cancels in the interval."""
+    runs = {("maml", s): made_up("maml", s, [[0.8, 0.3], [0.5 + 0.1 * s, 0.5]]) for s in (0, 1)}
+    runs |= {("bomla", s): made_up("bomla", s, [[0.8, 0.3], [0.7 + 0.1 * s, 0.4]]) for s in (0, 1)}
+    got = boml.summarise(runs)["methods"]["bomla"]["versus_maml"]
+    assert_close(got["d0"], [0.2, 0.0])
+    assert_close(got["d1"], [-0.1, 0.0])
+
+
 # -------------------------------------------------------------------------------------------------- Bad input
 
 
