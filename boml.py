@@ -31,7 +31,8 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a busy-waiting second thread is 15x slower on a shared core
 
-import argparse, dataclasses, hashlib, inspect, json, math, multiprocessing, re, shutil, signal, sys, time, zipfile
+import argparse, dataclasses, hashlib, inspect, json, math, multiprocessing, re, shutil, signal, sys, time, traceback, zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -94,8 +95,9 @@ DATASETS = {
     "generated_doodles": Setting((200, 40, 60), 0.2, 3, 5, (0.5,)),
     "generated_textures": Setting((200, 40, 60), 0.1, 5, 10, (0.5,)),
 }
-SCHEDULES = {  # `cpu`: the same network and rates, fewer and smaller meta-batches
+SCHEDULES = {
     "paper": {},  # Config's defaults, Table 1
+    # The same network, alpha, k and Adam, on fewer and smaller meta-batches; log-variances have less time to travel.
     "cpu": dict(query=5, meta_batch=4, iterations=300, eval_every=150, hessian_tasks=100, mc_samples=2,
                 logvar_rate=0.005),
 }
@@ -115,7 +117,7 @@ def number(field: str, text: str, kind=float):
     try:
         return kind(text)
     except ValueError:
-        raise Problem(f"--{field.replace('_', '-')}: {text!r} is not a number.")
+        raise Problem(f"--{field.replace('_', '-')}: {text!r} is not a {'whole ' * (kind is int)}number.")
 
 
 # -------------------------------------------------------------------------------------------------------- Data
@@ -139,7 +141,6 @@ class Dataset(NamedTuple):
     count: Tensor  # (classes,) its number of images
     splits: dict[str, Tensor]  # train, val, test: indices of classes
     most: int  # the largest count
-    turns: int  # 4 where rotated classes count as classes
 
 
 def load_dataset(name: str, folder: Path, device="cpu") -> Dataset:
@@ -157,7 +158,7 @@ def load_dataset(name: str, folder: Path, device="cpu") -> Dataset:
     return Dataset(
         name, "generated" if name in DRAW else "real", DATASETS[name], on_device(images.transpose(0, 3, 1, 2)),
         on_device(np.cumsum(count) - count), on_device(count), {s: on_device(np.array(c)) for s, c in splits.items()},
-        int(count.max()), DATASETS[name].turns,
+        int(count.max()),
     )
 
 
@@ -167,7 +168,7 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             images, labels, names = z["images"], z["labels"], z["names"]
     except FileNotFoundError:
         raise Problem(f"{path} is not there; make it with: bash run.sh data")
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         raise Problem(f"{path} is damaged ({error}); delete it and make it again with: bash run.sh data")
     sound = images.dtype == np.uint8 and images.shape[1:3] == (28, 28) and images.shape[3:] in ((), (3,))
     sound = sound and labels.shape == images.shape[:1] and len(labels) and (np.diff(labels) >= 0).all()
@@ -267,15 +268,17 @@ def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> 
         need(len(values) in (0, 1, len(names)), f"--{field.replace('_', '-')} {getattr(cfg, field)} has "
              f"{len(values)} values; give one, or one for each of the {len(names)} datasets.")
         values = [number(field, v, float if field == "inner_rate" else int) for v in values]
+        need(all(v > 0 for v in values), f"--{field.replace('_', '-')} {getattr(cfg, field)}: it must be above 0.")
         for j, v in enumerate(values and values * (len(names) // len(values))):
             sequence[j] = sequence[j]._replace(setting=sequence[j].setting._replace(**{field: v}))
     for data in sequence:
         colours = data.images.shape[1]
         need(colours in (1, cfg.channels), f"{data.name} has {colours} channels; use --channels {colours}.")
         fewest = int(data.count.min())
+        need(fewest > cfg.shot, f"{data.name} has a class of {fewest} images; use --shot {fewest - 1} or fewer.")
         need(fewest >= cfg.shot + cfg.query, f"{data.name} has a class of {fewest} images, too few for "
              f"{cfg.shot} shot + {cfg.query} queries; use --query {fewest - cfg.shot} or fewer.")
-        smallest = min(len(c) for c in data.splits.values()) * data.turns
+        smallest = min(len(c) for c in data.splits.values()) * data.setting.turns
         need(cfg.way <= smallest, f"{data.name} has a split of {smallest} classes; use --way {smallest} or fewer.")
     return sequence
 
@@ -292,7 +295,7 @@ def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Ten
     The index i + n r stands for image i of n, turned r times by 90 degrees.
     """
     device, classes = data.images.device, data.splits[split]
-    u = torch.rand(tasks, data.turns * len(classes), generator=rng, device=device)
+    u = torch.rand(tasks, data.setting.turns * len(classes), generator=rng, device=device)
     chosen = u.topk(cfg.way).indices  # (T, N): the largest of random numbers are a random choice without repetition
     turn, c = chosen // len(classes), classes[chosen % len(classes)]
     u = torch.rand(tasks, cfg.way, data.most, generator=rng, device=device)
@@ -304,7 +307,7 @@ def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Ten
 def fetch(data: Dataset, index: Tensor, cfg: Config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Indices (T, N, K+Q) -> x_s (T, NK, C, 28, 28), y_s (T, NK), x_q (T, NQ, C, 28, 28), y_q (T, NQ)."""
     x = still = data.images[index % len(data.images)]
-    for r in range(1, data.turns):
+    for r in range(1, data.setting.turns):
         x = torch.where((index // len(data.images) == r)[..., None, None, None], still.rot90(r, (-2, -1)), x)
     low, high = x.amin((-3, -2, -1), keepdim=True), x.amax((-3, -2, -1), keepdim=True)
     x = (x - low) / (high - low).clamp(min=1).float()  # each image to [0, 1]
@@ -343,13 +346,18 @@ def layer(p: Params, name: str, x: Tensor) -> Tensor:
     return x @ w.mT + p[f"{name}.bias"][:, None]
 
 
+def patches(x: Tensor, T: int) -> Tensor:
+    """The 3x3 patches around every location, per task: (B, T*C, H, W) -> (T, 9C, B*H*W)."""
+    return F.unfold(x, 3, padding=1).unflatten(1, (T, -1)).permute(1, 2, 0, 3).flatten(2)
+
+
 def first_layer(p: Params, x: Tensor) -> Tensor:
     """conv1 and norm1 as one convolution, exactly: a fifth faster than one after the other.
 
     The patches of a fixed input have a fixed mean m and covariance C: a filter w has mean w'm and variance w'Cw on it.
     """
     w, T = p["conv1.weight"].flatten(2), len(p["conv1.weight"])  # (T, O, 9C)
-    u = F.unfold(x, 3, padding=1).unflatten(1, (T, -1)).permute(1, 2, 0, 3).flatten(2)  # (T, 9C, B*28*28)
+    u = patches(x, T)
     m = u.mean(2, keepdim=True)
     C = (u - m) @ (u - m).mT / u.shape[2]
     scale = p["norm1.weight"] * (((w @ C) * w).sum(2) + 1e-5).rsqrt()  # (T, O)
@@ -360,16 +368,13 @@ def first_layer(p: Params, x: Tensor) -> Tensor:
 
 def network(p: Params, x: Tensor, apply=None) -> Tensor:
     """Logits (T, B, N) of T networks for x (T, B, C, 28, 28); `apply` takes the place of `layer`, to watch or sample."""
-    T = len(x)
+    T, fast, apply = len(x), apply is None, apply or layer
     x = x.transpose(0, 1).flatten(1, 2)  # (B, T*C, 28, 28)
     x = x.contiguous(memory_format=torch.channels_last if T == 1 else torch.contiguous_format)  # the faster of the two
     for i in range(1, 5):
-        if i == 1 and apply is None:
-            x = first_layer(p, x)
-        else:
-            x = (apply or layer)(p, f"norm{i}", (apply or layer)(p, f"conv{i}", x))
+        x = first_layer(p, x) if i == 1 and fast else apply(p, f"norm{i}", apply(p, f"conv{i}", x))
         x = F.relu(F.max_pool2d(x, 2))  # the same as ReLU first, on a quarter of the values
-    return (apply or layer)(p, "linear", x.reshape(len(x), T, -1).transpose(0, 1))
+    return apply(p, "linear", x.reshape(len(x), T, -1).transpose(0, 1))
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
@@ -389,8 +394,13 @@ def adapt(p: Params, x, y, rate: float, steps: int, second_order=False, net=netw
         grads = torch.autograd.grad(loss.sum(), list(p.values()), create_graph=second_order)
         p = {n: v - rate * g for (n, v), g in zip(p.items(), grads)}
         if not second_order:
-            p = {n: v.detach().requires_grad_() for n, v in p.items()}
+            p = leaves(p)
     return p, first
+
+
+def leaves(p: Params, part=slice(None)) -> Params:
+    """The same values as parameters of their own, from which gradients go no further back."""
+    return {n: v[part].detach().requires_grad_() for n, v in p.items()}
 
 
 def chunks(tasks: int, device) -> list[slice]:
@@ -415,7 +425,7 @@ def meta_gradient(theta: Params, batch, rate, steps, support_weight, net=network
     adapted, first = adapt(spread(theta, T), x_s, y_s, rate, steps, True, net)
     loss, cotangents = support_weight * first.detach().sum(), []
     for part in chunks(T, x_s.device):
-        leaf = {n: v[part].detach().requires_grad_() for n, v in adapted.items()}
+        leaf = leaves(adapted, part)
         query_loss = cross_entropy(net(leaf, x_q[part]), y_q[part]).sum()
         cotangents.append(torch.autograd.grad(query_loss, list(leaf.values())))
         loss = loss + query_loss.detach()
@@ -456,7 +466,7 @@ def layers_of(p: Params) -> list[str]:
 def input_factor(name: str, x: Tensor, T: int) -> Tensor:
     """A (T, P, P): mean over images of the sum over locations of the outer product of the layer's input with itself."""
     if name.startswith("conv"):
-        u = F.unfold(x, 3, padding=1).unflatten(1, (T, -1)).permute(1, 2, 0, 3).flatten(2)  # (T, 9C, B*H*W)
+        u = patches(x, T)
         return u @ u.mT / len(x)
     x = torch.cat([x, torch.ones_like(x[..., :1])], -1)  # (T, B, D+1)
     return x.mT @ x / x.shape[1]
@@ -525,7 +535,7 @@ def adapted_curvature(theta: Params, batches, rate, steps, a: float, cfg: Config
     sums, tasks, products = {}, 0, cfg.averaging == "products"
     for x_s, y_s, x_q, _ in batches:
         T = len(x_s)
-        start = {n: v.detach().requires_grad_() for n, v in spread(theta, T).items()}
+        start = leaves(spread(theta, T))
         support = fisher_blocks(start, x_s, cfg.exact_labels, rng, net)
         adapted, _ = adapt(start, x_s, y_s, rate, steps, net=net)
         parts = [fisher_blocks({n: v[part] for n, v in adapted.items()}, x_q[part], cfg.exact_labels, rng, net)
@@ -559,6 +569,7 @@ def merge(block: Block, rank: int) -> Block:
     """
     if len(block) == 1 or not rank or len(block[0]) <= rank:
         return block
+    rank = min(rank, *(f[0].numel() for f in block))
     A, G = (f.flatten(1).T.double() for f in block)  # (P*P, r), (O*O, r)
     (Q_a, R_a), (Q_g, R_g) = torch.linalg.qr(A), torch.linalg.qr(G)
     U, S, V = torch.linalg.svd(R_a @ R_g.T)
@@ -596,8 +607,8 @@ class Point:
         """What the posterior takes from the dataset just learned."""
 
     def predict(self, p: Params, x: Tensor, rng) -> dict[str, Tensor]:
-        """Class probabilities (T, B, N) under adapted parameters, by the prefix of their scores in the record."""
-        return {"": network(p, x).softmax(-1)}
+        """Log-probabilities (T, B, N) under adapted parameters, by the prefix of their scores in the record."""
+        return {"": network(p, x).log_softmax(-1)}
 
     def state(self) -> dict:
         return {}
@@ -653,9 +664,9 @@ class Laplace(Point):
 # BomVI. The posterior of theta is N(mean, diag(variance)), the mean being theta itself. Weights are not sampled: the
 # pre-activations are, from the normal distribution that random weights give them (local reparameterisation).
 
-KL_WEIGHTS = {  # against a mean over images; the paper's sum over a task's 80 images is 80 times that
-    "paper": 1 / 80,
-    "authors": 1 / (80 * 32 * 20),  # their code divides by images, tasks and samples
+KL_WEIGHTS = {  # DIFFERS: fixed numbers, against the mean loss over query images plus that over support images
+    "paper": 1 / 80,  # Eq. 14 sums over the 80 images of the paper's tasks
+    "authors": 1 / (80 * 32 * 20),  # their code divides by images, tasks and samples of the paper's schedule
 }
 
 
@@ -698,7 +709,7 @@ class Variational(Point):
         first = math.log(cfg.first_variance)
         self.prior = {n: (torch.zeros_like(v), torch.full_like(v, first)) for n, v in theta.items()}
         self.kl_weight = number("kl_weight", KL_WEIGHTS.get(cfg.kl_weight, cfg.kl_weight))
-        self.history: list[Params] = []  # of each dataset, every conv's variances (filters, inputs)
+        self.history: list[Params] = []  # after each dataset every conv's variances, mean over 3x3: (filters, inputs)
 
     def expected_loss(self, mean: Params, x: Tensor, y: Tensor, rng) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """E_q of the cross-entropy, summed over the tasks of mean (T, ...), by S samples; gradients in mean and logvar.
@@ -706,8 +717,7 @@ class Variational(Point):
         One sample after the other: batch norm then sees one sample's batch, and memory does not grow with S.
         """
         total, sums = 0.0, None
-        logvar = {n: v.detach().requires_grad_() for n, v in self.extra.items()}
-        mean = {n: v.detach().requires_grad_() for n, v in mean.items()}
+        mean, logvar = leaves(mean), leaves(self.extra)
         for _ in range(self.cfg.mc_samples):
             variance = spread({n: v.exp() for n, v in logvar.items()}, len(x))
             loss = cross_entropy(network(mean, x, noisy_layer(variance, rng)), y).sum() / self.cfg.mc_samples
@@ -731,8 +741,7 @@ class Variational(Point):
         return total + support, grads + [sum(g) for g in zip(*logvar_grads, g_logvar)]
 
     def penalty(self, theta):
-        with torch.enable_grad():
-            kl = sum(gaussian_kl(theta[n], self.extra[n], *self.prior[n]) for n in theta) * self.kl_weight
+        kl = sum(gaussian_kl(theta[n], self.extra[n], *self.prior[n]) for n in theta) * self.kl_weight
         return kl.detach(), list(torch.autograd.grad(kl, [*theta.values(), *self.extra.values()]))
 
     def absorb(self, theta, data, rng):
@@ -741,8 +750,9 @@ class Variational(Point):
 
     def predict(self, p, x, rng):
         variance = spread({n: v.detach().exp() for n, v in self.extra.items()}, len(x))
-        samples = [network(p, x, noisy_layer(variance, rng)).softmax(-1) for _ in range(self.cfg.mc_samples)]
-        return super().predict(p, x, rng) | {"sampled_": torch.stack(samples).mean(0)}
+        S = self.cfg.mc_samples
+        samples = [network(p, x, noisy_layer(variance, rng)).log_softmax(-1) for _ in range(S)]
+        return super().predict(p, x, rng) | {"sampled_": torch.stack(samples).logsumexp(0) - math.log(S)}
 
     def state(self):
         return dict(extra={n: v.detach() for n, v in self.extra.items()}, prior=self.prior, history=self.history)
@@ -765,15 +775,18 @@ def evaluate(theta: Params, posterior: Point, data: Dataset, cfg: Config, seed: 
     found: dict[str, list[Tensor]] = {}
     for some in index.split(20):
         x_s, y_s, x_q, y_q = fetch(data, some, cfg)
-        p = {n: v.detach().requires_grad_() for n, v in spread(theta, len(some)).items()}
-        p, _ = adapt(p, x_s, y_s, data.setting.inner_rate, data.setting.eval_steps)
+        p, _ = adapt(leaves(spread(theta, len(some))), x_s, y_s, data.setting.inner_rate, data.setting.eval_steps)
         with torch.no_grad():
             for part in chunks(len(some), device):
-                for prefix, prob in posterior.predict({n: v[part] for n, v in p.items()}, x_q[part], rng).items():
-                    sure, guess = prob.max(-1)
-                    true = prob.gather(-1, y_q[part][..., None])[..., 0].log()
-                    found.setdefault(prefix, []).append(torch.stack([(guess == y_q[part]).to(prob), -true, sure]))
-    return {prefix + k: v for prefix, parts in found.items() for k, v in scores(torch.cat(parts, 1).double()).items()}
+                for prefix, log in posterior.predict({n: v[part] for n, v in p.items()}, x_q[part], rng).items():
+                    sure, guess = log.max(-1)
+                    true = log.gather(-1, y_q[part][..., None])[..., 0]
+                    found.setdefault(prefix, []).append(torch.stack([(guess == y_q[part]).to(log), -true, sure.exp()]))
+    found = {prefix: torch.cat(parts, 1).double() for prefix, parts in found.items()}
+    for values in found.values():
+        need(values.isfinite().all(), f"adapting to {data.name} gave values that are not finite; try a smaller "
+             "--inner-rate for it.")
+    return {prefix + k: v for prefix, values in found.items() for k, v in scores(values).items()}
 
 
 def scores(found: Tensor, bins: int = 15) -> dict[str, float]:
@@ -875,14 +888,15 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], out: Path, tell):
     Everything random is a function of the seed, the stage and the iteration, so a resumed run repeats an unbroken one.
     """
     row, seed, device, J = METHODS[facts["method"]], facts["seed"], sequence[0].images.device, cfg.iterations
-    state = resume(out, facts | dict(sequence=[d.name for d in sequence]) | dataclasses.asdict(cfg))
+    facts = facts | dict(sequence=[d.name for d in sequence])
+    state = resume(out, facts | dataclasses.asdict(cfg), device)
     fresh = lambda t: init_params(cfg, stream("cpu", seed, "init", t), device)
     theta = state["theta"] or fresh(0)
     posterior = row.posterior(cfg, theta)
     posterior.load(state["posterior"])
     tasks = Tasks(row.data, sequence, cfg, seed, state["buffer"])
     clock = time.time() - state["seconds"]
-    work = [1 + d.setting.inner_steps for d in sequence]  # an iteration's cost, roughly
+    cost = [1 + d.setting.inner_steps for d in sequence]  # of an iteration, roughly
     for t in range(state["stage"], len(sequence)):  # line 3: a dataset arrives
         begin, state["iteration"] = state["iteration"], 0
         if row.start == "scratch" and t > 0 and begin == 0:
@@ -898,14 +912,15 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], out: Path, tell):
             optimiser.param_groups[0]["lr"] = cfg.outer_rate * 0.1**falls
             noise = stream(device, seed, "noise", t, i)
             loss = meta_step(theta, posterior, optimiser, tasks.batch(t, i), cfg, noise)
-            share = (sum(work[:t]) + work[t] * (i + 1) / J) / sum(work)
+            share = (sum(cost[:t]) + cost[t] * (i + 1) / J) / sum(cost)
             tell(share, f"{facts['method']}-{seed} {sequence[t].name} {i + 1}/{J}")
             if (i + 1) % cfg.eval_every == 0 or i + 1 == J:
                 need(torch.isfinite(loss), f"the loss of {facts['method']} became {loss.item()} on {sequence[t].name} "
                      f"by iteration {i + 1}; try a smaller --outer-rate or --inner-rate.")
                 for data in sequence:
                     found = evaluate(theta, posterior, data, cfg, seed)
-                    where = dict(stage=t + 1, trained=sequence[t].name, iteration=i + 1, evaluated=data.name)
+                    where = dict(stage=t + 1, trained=sequence[t].name, iteration=i + 1, iterations=J)
+                    where["evaluated"] = data.name
                     add_row(out, facts | where | found | dict(seconds=round(time.time() - clock, 1)))
                 if i + 1 < J:
                     save(t, i + 1)
@@ -920,9 +935,16 @@ def kind_of(sequence: list[Dataset]) -> str:
     return kinds.pop() if len(kinds) == 1 else "real and generated"
 
 
+def digest(cfg: Config, sequence: list[Dataset]) -> str:
+    """A short name for everything that the methods and seeds of one table must share."""
+    return hashlib.md5(repr((cfg, [d.name for d in sequence])).encode()).hexdigest()[:8]
+
+
 def add_row(out: Path, row: dict):
     with open(out / "record.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def checkpoint(out: Path, settings: dict, state: dict):
@@ -934,11 +956,11 @@ def checkpoint(out: Path, settings: dict, state: dict):
     os.replace(out / "checkpoint.tmp", out / "checkpoint.pt")
 
 
-def resume(out: Path, settings: dict) -> dict:
+def resume(out: Path, settings: dict, device) -> dict:
     """The last checkpoint, with the record cut back to it; or a fresh start."""
     out.mkdir(parents=True, exist_ok=True)
     try:
-        state = torch.load(out / "checkpoint.pt", weights_only=True)
+        state = torch.load(out / "checkpoint.pt", weights_only=True, map_location=device)
     except FileNotFoundError:
         (out / "record.jsonl").write_text("")
         return dict(stage=0, iteration=0, seconds=0.0, settings=settings, theta=None, posterior={}, buffer=[])
@@ -947,21 +969,33 @@ def resume(out: Path, settings: dict) -> dict:
     old = state["settings"]
     differ = [f"{k} was {old.get(k)!r}, now {settings.get(k)!r}" for k in settings if old.get(k) != settings[k]]
     need(not differ, f"{out} holds a run of other settings ({'; '.join(differ)}); use another --out, or --fresh.")
-    os.truncate(out / "record.jsonl", state["record"])
+    record = out / "record.jsonl"
+    whole = record.exists() and record.stat().st_size >= state["record"]
+    need(whole, f"{record} is shorter than its checkpoint says; start over with --fresh.")
+    os.truncate(record, state["record"])
     state["theta"] = {n: v.requires_grad_() for n, v in state["theta"].items()}
     return state
 
 
 # ------------------------------------------------------------------------------------------------------ Report
-# Everything below is computed from the records on disk alone.
+# Tables and figures are made from the records on disk; BomVI's variances from its checkpoint.
 
 
-def read_records(folder: Path) -> dict[tuple[str, int], list[dict]]:
-    """All rows of every <method>-<seed>/record.jsonl in the folder, methods in the table's order."""
+def read_records(folder: Path, like: dict | None = None) -> dict[tuple[str, int], list[dict]]:
+    """The rows of every <method>-<seed>/record.jsonl in the folder, methods in the table's order.
+
+    Given `like`, some facts of a row, runs of other facts are left out, and named.
+    """
     runs = {}
     for path in folder.glob("*/record.jsonl"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        if rows:
+        lines = path.read_text().split("\n")[:-1]  # a last line without its end is still being written
+        try:
+            rows = [json.loads(line) for line in lines]
+        except ValueError:
+            raise Problem(f"{path} is damaged; start that run over with --fresh.")
+        if rows and like and any(rows[0].get(k) != v for k, v in like.items()):
+            print(f"left out: {path.parent} is a run of other settings")
+        elif rows:
             runs[rows[0]["method"], rows[0]["seed"]] = rows
     return dict(sorted(runs.items(), key=lambda item: (list(METHODS).index(item[0][0]), item[0][1])))
 
@@ -973,41 +1007,44 @@ def interval(values: list[float], task_ci: list[float]) -> float:
     return t[min(n - 1, 9)] * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else task_ci[0]
 
 
+def finished(rows: list[dict]) -> dict[tuple[int, str], dict]:
+    """(stage, dataset) -> the evaluation at the end of the stage, where all of them are there."""
+    ends = {(r["stage"], r["evaluated"]): r for r in rows if r["iteration"] == r["iterations"]}
+    return {(t, n): r for (t, n), r in ends.items() if all((t, other) in ends for other in r["sequence"])}
+
+
 def summarise(runs: dict) -> dict:
-    """Per method: accuracy after each stage on each dataset, over seeds; forgetting and learning."""
+    """Per method: accuracy after each finished stage on each dataset, over seeds; forgetting and learning.
+
+    Seeds that have not come as far as the others of their method do not count yet.
+    """
     first = next(iter(runs.values()))[0]
-    names = list(dict.fromkeys(r["evaluated"] for rows in runs.values() for r in rows))
-    stages = max(r["stage"] for rows in runs.values() for r in rows)
+    names = first["sequence"]
     summary = {k: first[k] for k in ("experiment", "schedule", "data")} | dict(datasets=names, methods={})
     for method in dict.fromkeys(m for m, _ in runs):
-        mine = {s: rows for (m, s), rows in runs.items() if m == method}
-        cell = {}  # (stage, dataset) -> the last evaluation of each seed
-        for rows in mine.values():
-            last = {(r["stage"], r["evaluated"]): r for r in rows}
-            for key, r in last.items():
-                cell.setdefault(key, []).append(r)
-        grid = lambda of: [[of(cell.get((t + 1, n), [])) for n in names] for t in range(stages)]
-        mean = lambda rows: round(float(np.mean([r["accuracy"] for r in rows])), 4) if rows else None
-        ci = lambda rows: round(interval(*([r[k] for r in rows] for k in ("accuracy", "ci95"))), 4) if rows else None
-        accuracy = grid(mean)
-        done = len(accuracy) == len(names) and all(v is not None for v in accuracy[-1])
-        after = {n: [row[j] for row in accuracy[j:] if row[j] is not None] for j, n in enumerate(names)}
+        ends = {s: finished(rows) for (m, s), rows in runs.items() if m == method}
+        stages = max(len(e) for e in ends.values()) // len(names)
+        ends = {s: e for s, e in ends.items() if len(e) == stages * len(names)}
+        grid = lambda of: [[of([e[t + 1, n] for e in ends.values()]) for n in names] for t in range(stages)]
+        accuracy = grid(lambda rows: round(float(np.mean([r["accuracy"] for r in rows])), 4))
+        ci95 = grid(lambda rows: round(interval([r["accuracy"] for r in rows], [r["ci95"] for r in rows]), 4))
+        after = {n: [row[j] for row in accuracy[j:]] for j, n in enumerate(names[:stages])}
         summary["methods"][method] = dict(
-            seeds=sorted(mine), accuracy=accuracy, ci95=grid(ci),
-            final_average=round(float(np.mean(accuracy[-1])), 4) if done else None,
-            forgetting={n: round(max(v) - v[-1], 4) for n, v in after.items() if v},  # peak minus last
-            learning={n: v[0] for n, v in after.items() if v},  # right after its own stage
-            seconds=round(sum(rows[-1]["seconds"] for rows in mine.values()), 1),
+            seeds=sorted(ends), accuracy=accuracy, ci95=ci95,
+            final_average=round(float(np.mean(accuracy[-1])), 4) if stages == len(names) else None,
+            forgetting={n: round(max(v) - v[-1], 4) for n, v in after.items()},  # peak minus last
+            learning={n: v[0] for n, v in after.items()},  # right after its own stage
+            seconds=round(sum(runs[method, s][-1]["seconds"] for s in ends), 1),
         )
-        if method != "maml" and done:
+        if method != "maml" and stages == len(names):
             summary["methods"][method]["versus_maml"] = versus(runs, method, "maml", names)
     return summary
 
 
 def versus(runs: dict, one: str, other: str, names: list[str]) -> dict[str, list[float]]:
     """Difference in accuracy after the last stage, seed by seed (same start, same tasks), and half its 95 % interval."""
-    last = {key: {r["evaluated"]: r for r in rows if r["stage"] == len(names)} for key, rows in runs.items()}
-    seeds = [s for m, s in runs if m == one and len(last[m, s]) == len(last.get((other, s), [])) == len(names)]
+    last = {key: {n: r for (t, n), r in finished(rows).items() if t == len(names)} for key, rows in runs.items()}
+    seeds = [s for m, s in runs if m == one and last[m, s] and last.get((other, s))]
     found = {}
     for n in names if seeds else ():
         pairs = [(last[one, s][n], last[other, s][n]) for s in seeds]
@@ -1025,16 +1062,17 @@ def table(summary: dict) -> str:
     lines = [f"{summary['experiment']}, {summary['data'].upper()} data, {summary['schedule']} schedule, "
              f"{len(seeds)} seed{'s' * (len(seeds) > 1)}: accuracy in % after its own stage -> after the last",
              f"{'method':24}" + "".join(f"{n:>{wide}}" for n in names) + f"{'average':>9}{'forgotten':>11}"]
+    percent = lambda v: f"{100 * v:.1f}"
     for method, m in summary["methods"].items():
-        cells = ""
+        cells, stages = "", len(m["accuracy"])
         for j, n in enumerate(names):
-            last = max((t for t, row in enumerate(m["accuracy"]) if row[j] is not None and t >= j), default=None)
-            text = "" if last is None else f"{100 * m['accuracy'][last][j]:.1f} ±{100 * m['ci95'][last][j]:.1f}"
-            own = f"{100 * m['learning'][n]:.1f} -> " if last is not None and last > j else ""
-            cells += f"{own + text:>{wide}}"
-        average = "" if m["final_average"] is None else f"{100 * m['final_average']:.1f}"
-        forgotten = 100 * np.mean(list(m["forgetting"].values())) if m["forgetting"] else 0
-        lines.append(f"{METHODS[method].label:24}{cells}{average:>9}{forgotten:>11.1f}")
+            own = f"{percent(m['learning'][n])} -> " if j < stages - 1 else ""
+            last = f"{percent(m['accuracy'][-1][j])} ±{percent(m['ci95'][-1][j])}" if j < stages else ""
+            cells += f"{own + last:>{wide}}"
+        average = percent(m["final_average"]) if m["final_average"] is not None else ""
+        past = [m["forgetting"][n] for n in names[: stages - 1]]
+        forgotten = percent(np.mean(past)) if past else ""
+        lines.append(f"{METHODS[method].label:24}{cells}{average:>9}{forgotten:>11}")
     for method, m in summary["methods"].items():
         if m.get("versus_maml"):
             lines.append(f"  {METHODS[method].label} minus sequential MAML, after the last: " + ", ".join(
@@ -1087,7 +1125,7 @@ def figure(runs: dict, summary: dict, path: Path):
     """The paper's grid. Rows: dataset evaluated; columns: dataset trained; a line per method, a band over seeds."""
     names, methods = summary["datasets"], list(summary["methods"])
     width, height, left, top, gap = 250, 150, 80, 92, 14
-    size = (left + len(names) * (width + gap) + 10, top + len(names) * (height + gap) + 44)
+    size = (max(720, left + len(names) * (width + gap) + 10), top + len(names) * (height + gap) + 44)
     image = Image.new("RGB", (size[0] * SCALE, size[1] * SCALE), "white")
     draw = ImageDraw.Draw(image, "RGBA")
     facts = f"({summary['data']} data, {summary['schedule']} schedule)"
@@ -1102,7 +1140,7 @@ def figure(runs: dict, summary: dict, path: Path):
         lines = [[(METHODS[m].colour, *curve(runs, m, t + 1, name)) for m in methods] for t in range(len(names))]
         lines = [[line for line in stage if line[1]] for stage in lines]
         values = np.concatenate([a.ravel() for stage in lines for _, _, a in stage])
-        low, high = math.floor(values.min() * 10) / 10, math.ceil(values.max() * 10 + 1e-9) / 10
+        low, high = math.floor(values.min() * 10) / 10, math.ceil(values.max() * 10 - 1e-9) / 10
         longest = max(line[1][-1] for stage in lines for line in stage)
         y = top + j * (height + gap)
         write(draw, left + j * (width + gap) + width / 2, top - 16, f"training on {name}", 13)
@@ -1120,9 +1158,9 @@ def figure(runs: dict, summary: dict, path: Path):
 def covariance(folder: Path, runs: dict, summary: dict) -> str:
     """BomVI's variances after each dataset: numbers over seeds, and the first seed's conv layers as heat maps."""
     histories = []
-    for (method, seed), rows in runs.items():
+    for method, seed in runs:
         path = folder / f"{method}-{seed}" / "checkpoint.pt"
-        if METHODS[method].posterior is Variational and path.exists():
+        if method == "bomvi" and path.exists():
             histories.append(torch.load(path, weights_only=True, map_location="cpu")["posterior"]["history"])
     done = min((len(h) for h in histories), default=0)
     if not done:
@@ -1165,9 +1203,11 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
     return "\n" + "\n".join(lines)
 
 
-def report(folder: Path) -> str:
+def report(folder: Path, like: dict | None = None) -> str:
     """Write summary.json and the figures from the records in the folder; returns the table."""
-    runs = read_records(folder)
+    runs = {key: rows for key, rows in read_records(folder, like).items() if finished(rows)}
+    if not runs:
+        return "no stage is finished yet"
     summary = summarise(runs)
     summary["environment"] = dict(python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__)
     variances = covariance(folder, runs, summary)
@@ -1280,6 +1320,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for records (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=0, help="runs side by side (default: one per core, or 1 with CUDA)")
+    parser.add_argument("--prepare", action="store_true", help="first download the datasets that the folder lacks")
     parser.add_argument("--fresh", action="store_true", help="start these runs over instead of resuming them")
     help_of = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", inspect.getsource(Config), re.M))
     for field in dataclasses.fields(Config):
@@ -1297,10 +1338,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     args.sequence, args.methods, args.seeds = (t.split(",") for t in (args.sequence, args.methods, args.seeds))
     for name in args.sequence:
         need(name in DATASETS, f"--sequence: {name!r} is not a dataset; choose from {', '.join(DATASETS)}.")
+    for option in ("sequence", "methods", "seeds"):
+        values = getattr(args, option)
+        need(len(set(values)) == len(values), f"--{option} {','.join(values)} names something twice.")
     for method in args.methods:
         need(method in METHODS, f"--methods: {method!r} is not a method; choose from {', '.join(METHODS)}.")
     for seed in args.seeds:
-        need(seed.isdecimal(), f"--seeds: {seed!r} is not a whole number.")
+        need(seed == "0" or seed.isdecimal() and seed[0] != "0", f"--seeds: {seed!r} is not a whole number.")
+    need(args.jobs >= 0, f"--jobs is {args.jobs}; it must be 1 or more.")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError):
+        raise Problem(f"--device {args.device} is not to be had here; use cpu.")
     args.schedule = args.schedule or ("paper" if args.device.startswith("cuda") else "cpu")
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
     cfg = dataclasses.replace(Config(), **SCHEDULES[args.schedule] | given)
@@ -1308,7 +1357,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         value = getattr(cfg, field.name)
         fine = isinstance(value, (str, bool)) or value > 0 or field.name == "initial_logvar"
         fine = fine or field.name in ("merge_rank", "past_weight") and value == 0
-        need(fine, f"--{field.name.replace('_', '-')} is {value}; it must be above 0.")
+        need(fine and value == value, f"--{field.name.replace('_', '-')} is {value}; it is out of range.")
+    for field, text in (("jacobian_rate", cfg.jacobian_rate or "0"), ("kl_weight", cfg.kl_weight)):
+        value = number(field, KL_WEIGHTS.get(text, text))
+        need(0 <= value < math.inf, f"--{field.replace('_', '-')} is {text}; it must be 0 or more.")
     need(cfg.averaging in ("averages", "products"), f"--averaging is {cfg.averaging!r}; it must be averages or products.")
     need(cfg.split in ("test", "val"), f"--split is {cfg.split!r}; it must be test or val.")
     return args, cfg
@@ -1327,11 +1379,14 @@ def work(args, cfg: Config, method: str, seed: int, queue):
         torch.set_num_threads(1)  # two runs side by side on one thread each beat one run on two
         sequence = load_sequence(args.sequence, cfg, args.data, args.device)
         facts = dict(experiment=args.experiment, method=method, seed=seed, schedule=args.schedule)
-        facts["data"] = kind_of(sequence)
+        facts |= dict(data=kind_of(sequence), settings=digest(cfg, sequence))
         run(cfg, facts, sequence, args.out / args.experiment / job, tell)
         queue.put((job, 1.0, ""))
     except (Problem, OSError) as problem:
         queue.put((job, None, str(problem)))
+    except Exception as error:  # a mistake of this program: say where
+        traceback.print_exc()
+        queue.put((job, None, f"{job} failed ({type(error).__name__}: {error})"))
 
 
 class Progress:
@@ -1363,6 +1418,10 @@ def main(argv: list[str]):
     args, cfg = parse(argv)
     if args.experiment == "approximation":
         return print(approximation(args.out))
+    if args.prepare:
+        import data_prep
+
+        data_prep.main([n for n in args.sequence if n in data_prep.UNPACK] + ["--data", str(args.data)])
     sequence = load_sequence(args.sequence, cfg, args.data)  # any problem with the data shows before the work starts
     folder = args.out / args.experiment
     pairs = [(m, int(s)) for s in args.seeds for m in args.methods]
@@ -1371,28 +1430,41 @@ def main(argv: list[str]):
     print(f"{args.experiment}: " + " -> ".join(f"{d.name} ({d.kind})" for d in sequence))
     print(f"{args.schedule} schedule on {args.device}: {cfg.iterations} iterations of {cfg.meta_batch} tasks per dataset,"
           f" {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries per class; records in {folder}/", flush=True)
+    like = dict(schedule=args.schedule, data=kind_of(sequence), settings=digest(cfg, sequence))
+    problems = run_all(args, cfg, pairs, lambda: print("\n" + report(folder, like) + "\n", flush=True))
+    need(not problems, " ".join(problems))
+    print(f"{folder}/summary.json and the figures beside it are written.")
+
+
+def run_all(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[str]:
+    """Every method and seed in a process of its own, some at a time; returns what went wrong."""
     jobs = args.jobs or (1 if args.device.startswith("cuda") else os.cpu_count())
     context = multiprocessing.get_context("spawn")
-    queue, waiting, running = context.Queue(), list(pairs), {}
+    queue, waiting, running, silent, problems = context.Queue(), list(pairs), {}, {}, []
     progress = Progress([f"{m}-{s}" for m, s in pairs])
     while waiting or running:
         while waiting and len(running) < jobs:
             m, s = waiting.pop(0)
             running[f"{m}-{s}"] = context.Process(target=work, args=(args, cfg, m, s, queue), daemon=True)
             running[f"{m}-{s}"].start()
+        for job in [j for j, process in running.items() if not process.is_alive()]:
+            if time.time() - silent.setdefault(job, time.time()) > 10:  # and its last words would have come by now
+                problems.append(f"The run {job} was killed; the same command goes on from its last checkpoint.")
+                del running[job]
         try:
-            job, share, text = queue.get(timeout=5)
-        except Empty:  # nothing said for a while: is everyone alive?
-            dead = [j for j, p in running.items() if not p.is_alive()]
-            need(not dead, f"the run {', '.join(dead)} ended without a word; run the same command again to resume it.")
+            job, share, text = queue.get(timeout=2)
+        except Empty:
             continue
-        need(share is not None, text)
+        if share is None:
+            problems.append(text)
+            running.pop(job).join()
+            continue
         progress.tell(job, share, text)
         if not text:  # the end of a stage
-            print("\n" + report(folder) + "\n", flush=True)
+            show()
             if share == 1.0:
                 running.pop(job).join()
-    print(f"{folder}/accuracy.png and {folder}/summary.json are written.")
+    return problems
 
 
 if __name__ == "__main__":

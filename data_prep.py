@@ -7,7 +7,7 @@
 Each archive is found in --raw DIR or downloaded to <data>/raw (resumed when cut, checked by md5).
 Without a network it gives up in seconds; boml.py then draws a generated stand-in, labelled as such.
 """
-import argparse, hashlib, http.client, io, os, sys, tarfile, time, zipfile
+import argparse, hashlib, http.client, io, os, sys, tarfile, time, zipfile, zlib
 import urllib.error, urllib.parse, urllib.request
 from pathlib import Path
 
@@ -35,6 +35,10 @@ TIMEOUT = 8  # seconds without a byte
 LARGEST = 64 << 20  # bytes: no single image of these archives comes near
 
 
+DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, ValueError, LookupError, OSError,
+          RuntimeError, NotImplementedError)  # what the readers of archives and arrays raise on bad bytes
+
+
 class Problem(Exception):
     """Something the person can put right: shown as one sentence, exit status 2."""
 
@@ -51,39 +55,36 @@ def md5_of(path: Path) -> str:
         return hashlib.file_digest(file, "md5").hexdigest()
 
 
-def download(url: str, path: Path, md5: str | None = None, size: int | None = None) -> Path:
+def download(url: str, path: Path, md5: str | None = None, size: int | None = None, check=None) -> Path:
     """Fetch url, or its first `size` bytes, to path: resumed when cut, checked, and only then given its name."""
     part = path.with_name(path.name + ".part")
     part.parent.mkdir(parents=True, exist_ok=True)
+    part.touch()
     stalled = 0
     while stalled < 3:  # give up after three attempts in a row that brought nothing
-        have = part.stat().st_size if part.exists() else 0
+        have = part.stat().st_size
         try:
-            if have != size and fetch(url, part, have, size):
-                break
-            if have == size:
+            if have == size or fetch(url, part, have, size):
                 break
         except urllib.error.HTTPError as error:
             if error.code == 416 and have:  # asked to go on from beyond the end: the part is whole, or not ours
                 break
             raise Unreachable(f"the server answers {error.code} for {url}")
-        except (OSError, http.client.HTTPException) as error:  # refused, timed out, cut
-            if not part.exists() or part.stat().st_size == 0:
-                raise Unreachable(f"{urllib.parse.urlsplit(url).netloc} cannot be reached ({reason(error)})")
-        stalled = stalled + 1 if part.exists() and part.stat().st_size == have else 0
+        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
+            if part.stat().st_size == 0:
+                why = str(getattr(error, "reason", error)) or type(error).__name__
+                raise Unreachable(f"{urllib.parse.urlsplit(url).netloc} cannot be reached ({why})")
+        stalled = stalled + 1 if part.stat().st_size == have else 0
         time.sleep(0.2 * stalled)
     else:
         raise Unreachable(f"{url} was cut off {stalled} times at byte {have:,}; run again to go on from there")
-    if md5 and md5_of(part) != md5:
-        found = md5_of(part)
+    found = md5_of(part) if md5 else None
+    if found != md5 or check and not check(part.read_bytes()):
         part.unlink()
-        raise Problem(f"{url} has md5 {found}, not {md5}: the download was deleted; run again, or use --raw DIR.")
+        wrong = f"has md5 {found}, not {md5}" if md5 else "does not hold what it should"
+        raise Problem(f"{url} {wrong}: the download was deleted; run again, or use --raw DIR.")
     os.replace(part, path)
     return path
-
-
-def reason(error: Exception) -> str:
-    return str(getattr(error, "reason", error)) or type(error).__name__
 
 
 def fetch(url: str, part: Path, have: int, size: int | None) -> bool:
@@ -96,7 +97,7 @@ def fetch(url: str, part: Path, have: int, size: int | None) -> bool:
             have = 0
         left = reply.headers.get("Content-Length")
         total = have + int(left) if left else None
-        with open(part, "r+b" if part.exists() else "wb") as file:
+        with open(part, "r+b") as file:
             file.seek(have)
             file.truncate()
             while block := reply.read(min(1 << 16, size - file.tell()) if size else 1 << 16):
@@ -178,11 +179,12 @@ def quickdraw_files(raw, cache) -> list[Path]:
     (listing, _), (base, _) = SOURCES["mini_quickdraw"]
     names = cache / "quickdraw" / "categories.txt"
     if not names.exists():
-        download(listing, names)
+        download(listing, names, check=lambda data: data.count(b"\n") in (344, 345) and b"<" not in data)
     paths = [cache / "quickdraw" / f"{c}.npy" for c in names.read_text().splitlines()]
     for path in paths:  # the files have 100 MB each: only the header and the first 1000 drawings are fetched
         if not path.exists():
-            download(base + urllib.parse.quote(path.name), path, size=128 + DRAWINGS * 784)
+            beginning = 128 + DRAWINGS * 784
+            download(base + urllib.parse.quote(path.name), path, None, beginning, lambda data: data[:6] == b"\x93NUMPY")
     return paths
 
 
@@ -207,7 +209,7 @@ def pack(name: str, raw: Path | None, data: Path) -> str:
     """Write data/<name>.npz: images sorted by class, labels, class names; returns what to say of it."""
     try:
         items = sorted(UNPACK[name](raw, data / "raw"), key=lambda item: item[0])
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, ValueError, KeyError, OSError) as error:
+    except DAMAGE as error:
         raise Problem(f"{name}: its archive is damaged or not in the official layout ({error}); get it again.")
     names, labels = np.unique([item[0] for item in items], return_inverse=True)
     if len(names) != CLASSES[name]:
@@ -223,16 +225,24 @@ def pack(name: str, raw: Path | None, data: Path) -> str:
 
 
 def describe(path: Path) -> str:
-    with np.load(path, allow_pickle=False) as z:
-        return f"{len(z['names']):,} classes, {len(z['labels']):,} images"
+    try:
+        with np.load(path, allow_pickle=False) as z:
+            return f"{len(z['names']):,} classes, {len(z['labels']):,} images"
+    except DAMAGE as error:
+        raise Problem(f"{path} is damaged ({error}); delete it and run again.")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Problem(f"{message}; see --help")
+
+
+def main(argv: list[str]):
+    parser = Parser(prog="data_prep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="dataset", help="any of " + ", ".join(UNPACK))
     parser.add_argument("--raw", type=Path, help="folder that holds the archives; nothing is downloaded")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder to write <name>.npz to")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     for name in args.names:
         if name not in UNPACK:
             raise Problem(f"{name!r} is not a dataset; choose from {', '.join(UNPACK)}.")
@@ -251,8 +261,8 @@ def main():
 
 if __name__ == "__main__":
     try:
-        main()
-    except Problem as problem:
+        main(sys.argv[1:])
+    except (Problem, OSError) as problem:
         print(f"data_prep: {problem}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ python=$here/.venv/bin/python
 # The pinned packages are listed once, at the top of boml.py; installed once.
 packages=$(sed -n 's|^#   "\(.*\)",$|\1|p' "$here/boml.py")
 if [ "$(cat "$here/.venv/installed" 2>/dev/null)" != "$packages" ]; then
+  python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "run.sh needs Python 3.11 or later" >&2; exit 2; }
   echo "Installing into .venv:" $packages
   python3 -m venv "$here/.venv"
   "$python" -m pip install --quiet --disable-pip-version-check $packages
@@ -18,7 +19,5 @@ fi
 case ${1:-triathlon} in
   test) exec "$python" -m pytest "$here/test_boml.py" -q "${@:2}" ;;
   data) exec "$python" "$here/data_prep.py" "${@:2}" ;;
-  -*) ;;
-  *) case " $* " in *" --data"*) ;; *) "$python" "$here/data_prep.py" ;; esac ;;
 esac
-exec "$python" "$here/boml.py" "${@:-triathlon}"
+exec "$python" "$here/boml.py" "${@:-triathlon}" --prepare

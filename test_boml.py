@@ -1,5 +1,5 @@
 """What boml.py promises, as properties. Sizes and seeds are drawn by hypothesis, arrays from the seed; float64."""
-import dataclasses, hashlib, http.server, io, json, os, re, subprocess, sys, tarfile, threading, zipfile
+import dataclasses, hashlib, http.server, io, json, re, subprocess, sys, tarfile, threading, zipfile
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +26,8 @@ def assert_close(a, b, rtol=1e-9, atol=1e-11):
     a, b = (x.detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x) for x in (a, b))
     assert a.shape == b.shape, f"shapes {a.shape} and {b.shape}"
     bad = abs(a - b) - (atol + rtol * abs(b))
-    if bad.size and bad.max() > 0:
-        i = np.unravel_index(bad.argmax(), bad.shape)
+    if not (bad <= 0).all():
+        i = np.unravel_index(np.where(np.isnan(bad), np.inf, bad).argmax(), bad.shape)
         raise AssertionError(f"worst at {i}: {a[i]!r} against {b[i]!r}, ratio {a[i] / b[i] if b[i] else np.inf}")
 
 
@@ -42,9 +42,9 @@ def toy_data(seed=0, classes=15, least=4, most=7, turns=1, channels=1, name="omn
     images = torch.randint(0, 256, (int(count.sum()), channels, 28, 28), generator=g, dtype=torch.uint8)
     third = classes // 3
     splits = {s: torch.arange(a * third, (a + 1) * third) for a, s in enumerate(("train", "val", "test"))}
-    setting = boml.DATASETS[name]._replace(inner_steps=1, eval_steps=1)
+    setting = boml.DATASETS[name]._replace(inner_steps=1, eval_steps=1, turns=turns)
     return boml.Dataset(name, "real", setting, images.to(device), (count.cumsum(0) - count).to(device), count.to(device),
-                        {s: c.to(device) for s, c in splits.items()}, most, turns)
+                        {s: c.to(device) for s, c in splits.items()}, most)
 
 
 def toy_batch(seed, tasks=2, shot=1, query=2, way=5, channels=1):
@@ -143,10 +143,11 @@ def test_relabelling_classes(seed, order):
 
 @given(seeds)
 def test_conv_bias_cancels(seed):
-    """A conv bias leaves the logits as they are, which is why the network has none."""
+    """The network's logits are those of one with any conv biases, which is why it has none."""
     theta, (x_s, *_) = toy_batch(seed)
     bias = torch.randn(4, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
-    assert_close(plain_logits(theta, x_s[0], bias), plain_logits(theta, x_s[0]), rtol=1e-8, atol=1e-9)
+    logits = boml.network(boml.spread(theta, 1), x_s[:1])[0]
+    assert_close(plain_logits(theta, x_s[0], bias), logits, rtol=1e-8, atol=1e-9)
 
 
 @given(seeds)
@@ -542,8 +543,8 @@ def test_moments_of_sampled_preactivations(kind):
 
 
 @given(seeds)
-def test_analytic_moments_of_conv_and_linear(seed):
-    """With the noise fixed to one, a sampled pre-activation is its analytic mean plus its standard deviation."""
+def test_noise_scales_with_the_standard_deviation(seed):
+    """Without variance a sampled pre-activation is the layer's own; four times the variance is twice the noise."""
     for kind in ("conv", "linear"):
         name, x, mean, variance = layer_problem(kind, seed)
         zero = {n: torch.zeros_like(v) for n, v in variance.items()}
@@ -551,7 +552,7 @@ def test_analytic_moments_of_conv_and_linear(seed):
         g = lambda: torch.Generator().manual_seed(seed)
         a = boml.noisy_layer(variance, g())(mean, name, x) - boml.layer(mean, name, x)
         b = boml.noisy_layer({n: 4 * v for n, v in variance.items()}, g())(mean, name, x) - boml.layer(mean, name, x)
-        assert_close(b, 2 * a, rtol=1e-7, atol=1e-9)  # four times the variance is twice the noise
+        assert_close(b, 2 * a, rtol=1e-7, atol=1e-9)
 
 
 def variational(theta, logvar, **changes):
@@ -579,6 +580,7 @@ def test_kl_equals_dense_formula(seed, n):
     kl = boml.gaussian_kl(*map(torch.tensor, (m, l, pm, pl)))
     assert_close(kl, reference.gaussian_kl(m, np.diag(np.exp(l)), pm, np.diag(np.exp(pl))))
     assert kl >= 0
+    assert abs(kl - boml.gaussian_kl(*map(torch.tensor, (pm, pl, m, l)))) > 1e-6
 
 
 @given(seeds)
@@ -709,15 +711,20 @@ def test_fetched_images(seed, channels):
         assert_close(channel.double(), image.copy(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", boml.DATASETS)
+SPLITS = {"omniglot": (1100, 100, 423), "mini_quickdraw": (241, 52, 52), "cifar_fs": (64, 16, 20)}  # the paper's
+
+
+@pytest.mark.parametrize("name", SPLITS)
 def test_split_is_disjoint(name):
-    """Training, validation and test classes have the paper's counts and share none."""
-    split, val, test = (boml.CIFAR_FS_SPLIT.get(s, "").split() for s in ("train", "val", "test"))
-    names = val + test + [f"class {c}" for c in range(64)] if name == "cifar_fs" else None
-    names = names or [f"class {c}" for c in range(sum(boml.DATASETS[name].classes))]
+    """Training, validation and test classes have the paper's counts and share none, in whatever order they come."""
+    names = [f"class {c}" for c in range(sum(SPLITS[name]))]
+    if name == "cifar_fs":
+        names[64:] = (boml.CIFAR_FS_SPLIT["test"] + " " + boml.CIFAR_FS_SPLIT["val"]).split()
     parts = boml.split_classes(name, names)
-    assert tuple(len(parts[s]) for s in ("train", "val", "test")) == boml.DATASETS[name].classes
-    assert len(set().union(*parts.values())) == sum(boml.DATASETS[name].classes)
+    assert tuple(len(set(parts[s])) for s in ("train", "val", "test")) == SPLITS[name]
+    assert len(set().union(*parts.values())) == len(names)
+    again = boml.split_classes(name, names[::-1])
+    assert {names[::-1][c] for c in again["test"]} == {names[c] for c in parts["test"]}
 
 
 @pytest.mark.parametrize("name", boml.DRAW)
@@ -749,15 +756,15 @@ def test_buffer_is_sampled_uniformly():
     tasks = boml.Tasks("buffer", [toy_data(0), toy_data(1)], cfg, 0, [])
     for t, i in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0)):
         tasks.batch(t, i)
-    seen = {tuple(row.flatten().tolist()): 0 for b in (tasks.buffer[0], tasks.buffer[1][:10]) for row in b}
+    tasks.arrive = lambda *_: None  # what has arrived stays; the rest of the second dataset's buffer is still zeros
+    seen = {tuple(row.flatten().tolist()): 0 for b in (tasks.buffer[0], tasks.buffer[1][:5]) for row in b}
     for seed in range(400):
-        tasks.seed, tasks.arrive = seed, lambda *_: None
-        tasks.buffer[1][5:10] = tasks.buffer[1][:5]
+        tasks.seed = seed
         for _, index in tasks.batch(1, 0):
             for row in index:
                 seen[tuple(row.flatten().tolist())] += 1
-    counts = np.array([seen[tuple(r.flatten().tolist())] for b in (tasks.buffer[0], tasks.buffer[1][:5]) for r in b])
-    assert counts.sum() == 2000 and abs(counts / 2000 - 1 / 25).max() < 0.025
+    counts = np.array(list(seen.values()))
+    assert len(counts) == 25 and counts.sum() == 2000 and abs(counts / 2000 - 1 / 25).max() < 0.025
 
 
 @pytest.mark.parametrize("method", boml.METHODS)
@@ -819,7 +826,11 @@ def test_every_method_end_to_end(fake_data, tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["data"] == "real" and set(summary["methods"]) == set(boml.METHODS)
     assert np.array(summary["methods"]["toe"]["accuracy"]).shape == (3, 3)
-    assert Image.open(folder / "accuracy.png").size[0] > 600
+    assert summary["methods"]["bomvi"]["variance"].keys() == {"conv1", "conv2", "conv3", "conv4"}
+    assert all(Image.open(folder / f"{name}.png").size[0] > 500 for name in ("accuracy", "covariance"))
+    code, text, errors = command("triathlon", "--data", fake_data, "--out", tmp_path / "a", "--methods", "maml",
+                                 "--seeds", "1", *SMALL, "--way", "4")
+    assert code == 0 and "left out" in text and "BomLA" not in text.split("left out")[-1]  # not of one table
 
 
 def test_generated_data_is_labelled(tmp_path):
@@ -851,6 +862,8 @@ def test_resumed_run_equals_unbroken(method, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         go("broken", stop)
+    with open(tmp_path / "broken" / "record.jsonl", "a") as record:
+        record.write("a row that came after the checkpoint\n")
     go("broken", lambda *_: None)
     assert rows_of(tmp_path / "broken" / "record.jsonl") == rows_of(tmp_path / "whole" / "record.jsonl")
     a, b = (torch.load(tmp_path / out / "checkpoint.pt", weights_only=True) for out in ("broken", "whole"))
@@ -860,7 +873,7 @@ def test_resumed_run_equals_unbroken(method, tmp_path):
 def made_up(method, seed, accuracies):
     """Rows of a run whose accuracy after stage t on dataset j is accuracies[t][j]."""
     return [dict(experiment="triathlon", method=method, seed=seed, schedule="cpu", data="real", stage=t + 1, iteration=9,
-                 evaluated=f"d{j}", accuracy=a, ci95=0.02, nll=1.0, tasks=10, seconds=1.0)
+                 iterations=9, sequence=[f"d{j}" for j in range(len(row))], evaluated=f"d{j}", accuracy=a, ci95=0.02, nll=1.0, tasks=10, seconds=1.0)
             for t, row in enumerate(accuracies) for j, a in enumerate(row)]
 
 
@@ -873,6 +886,17 @@ def test_summary_of_made_up_records():
     assert maml["learning"] == {"d0": 0.85, "d1": 0.6} and maml["seeds"] == [0, 1]
     assert_close(maml["final_average"], 0.575)
     assert_close(maml["ci95"][1][1], 12.71 * 0.1, rtol=1e-3)  # t with one degree of freedom, standard error 0.1
+
+
+def test_unfinished_stage_does_not_count():
+    """A seed in the middle of a stage enters no average until the stage is done."""
+    runs = {("maml", s): made_up("maml", s, [[0.8, 0.3], [0.6, 0.5]]) for s in (0, 1)}
+    for row in runs["maml", 1][2:]:
+        row.update(iteration=5, accuracy=0.0)
+    summary = boml.summarise(runs)
+    assert summary["methods"]["maml"]["seeds"] == [0]
+    assert_close(summary["methods"]["maml"]["accuracy"], [[0.8, 0.3], [0.6, 0.5]])
+    assert "20.0" in boml.table(summary).split("\n")[2]  # forgotten, of the datasets before the last
 
 
 def test_difference_to_maml_is_paired():
@@ -898,6 +922,15 @@ def test_difference_to_maml_is_paired():
     (["triathlon", "--schedule", "gpu"], "gpu"),
     (["triathlon", "--split", "train"], "--split is 'train'"),
     (["triathlon", "--query", "15"], "use --query 2 or fewer"),
+    (["triathlon", "--shot", "3"], "use --shot 2 or fewer"),
+    (["triathlon", "--jobs", "-1"], "--jobs is -1"),
+    (["triathlon", "--device", "abacus"], "--device abacus"),
+    (["triathlon", "--methods", "maml,maml"], "names something twice"),
+    (["triathlon", "--inner-steps", "0"], "--inner-steps 0"),
+    (["triathlon", "--inner-steps", "1.5"], "'1.5' is not a whole number"),
+    (["triathlon", "--jacobian-rate", "abc"], "--jacobian-rate: 'abc' is not a number"),
+    (["triathlon", "--kl-weight", "nan"], "--kl-weight is nan"),
+    (["run"], "run needs --sequence"),
     (["triathlon", "--way", "17"], "use --way 16 or fewer"),
     (["triathlon", "--inner-rate", "fast"], "--inner-rate: 'fast' is not a number"),
     (["triathlon", "--inner-rate", "0.1,0.2"], "--inner-rate 0.1,0.2 has 2 values"),
@@ -920,20 +953,40 @@ def spoil(folder, fake_data, how):
             np.savez(folder / "cifar_fs.npz", images=z["images"].astype(np.float32), labels=z["labels"], names=z["names"])
 
 
+def test_merge_rank_beyond_the_factors(fake_data):
+    """A rank that the factors cannot have is cut to the one they can."""
+    block = random_block(0, 4, P=5, O=1)
+    assert_close(dense(boml.merge(block, 3)), dense(block), atol=1e-9)
+
+
+def test_divergence_in_evaluation_is_reported():
+    """An adaptation that runs away ends in a sentence that names the dataset."""
+    data = toy_data(0)
+    data = data._replace(setting=data.setting._replace(inner_rate=1e30, eval_steps=3))
+    cfg = toy_config(channels=1)
+    theta = boml.init_params(cfg, torch.Generator().manual_seed(0))
+    with pytest.raises(boml.Problem, match="omniglot"):
+        boml.evaluate(theta, boml.Point(cfg, theta), data, cfg, 0)
+
+
 @pytest.mark.parametrize("how", ["truncated", "missing key", "not uint8"])
 def test_bad_data_file(how, fake_data, tmp_path):
     """A file that is not what it should be is named."""
     spoil(tmp_path, fake_data, how)
     with pytest.raises(boml.Problem, match="cifar_fs.npz"):
         boml.load_dataset("cifar_fs", tmp_path)
+    if how != "not uint8":
+        with pytest.raises(data_prep.Problem, match="cifar_fs.npz"):
+            data_prep.describe(tmp_path / "cifar_fs.npz")
 
 
 def test_problem_is_one_line_and_status_2(fake_data):
     """The person sees one sentence and no traceback; the exit status is 2."""
     code, text, errors = command("triathlon", "--methods", "reptile")
     assert code == 2 and errors.count("\n") == 1 and errors.startswith("boml: ") and not text
-    code, text, errors = command("imagenet", program="data_prep.py")
-    assert code == 2 and errors.count("\n") == 1 and errors.startswith("data_prep: ") and not text
+    for args in (["imagenet"], ["--colour"], ["--raw", "/nowhere"]):
+        code, text, errors = command(*args, program="data_prep.py")
+        assert code == 2 and errors.count("\n") == 1 and errors.startswith("data_prep: ") and not text
 
 
 def test_other_settings_are_refused(tmp_path):
@@ -1070,6 +1123,8 @@ def test_wrong_checksum_is_refused(server, tmp_path):
     """A download whose checksum differs is deleted and reported."""
     with pytest.raises(data_prep.Problem, match="has md5"):
         data_prep.download(f"{server}/whole", tmp_path / "f", "0" * 32)
+    with pytest.raises(data_prep.Problem, match="does not hold what it should"):
+        data_prep.download(f"{server}/whole", tmp_path / "f", check=lambda data: data[:6] == b"\x93NUMPY")
     assert not list(tmp_path.iterdir())
 
 
