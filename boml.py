@@ -31,8 +31,8 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a busy-waiting second thread is 15x slower on a shared core
 
-import argparse, dataclasses, hashlib, inspect, json, math, multiprocessing, re, shutil, signal, sys, time, traceback, zipfile
-import zlib
+import argparse, dataclasses, hashlib, inspect, json, math, multiprocessing, re, shutil, signal, sys, time, traceback
+import zipfile, zlib
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -368,7 +368,7 @@ def first_layer(p: Params, x: Tensor) -> Tensor:
 
 
 def network(p: Params, x: Tensor, apply=None) -> Tensor:
-    """Logits (T, B, N) of T networks for x (T, B, C, 28, 28); `apply` takes the place of `layer`, to watch or sample."""
+    """Logits (T, B, N) of T networks for x (T, B, C, 28, 28); `apply` stands in for `layer`, to watch or to sample."""
     T, fast, apply = len(x), apply is None, apply or layer
     x = x.transpose(0, 1).flatten(1, 2)  # (B, T*C, 28, 28)
     x = x.contiguous(memory_format=torch.channels_last if T == 1 else torch.contiguous_format)  # the faster of the two
@@ -531,7 +531,7 @@ def adapted_curvature(theta: Params, batches, rate, steps, a: float, cfg: Config
 
     The adaptation's Jacobian is I - a H, H being K-FAC's curvature of the support loss at theta.
     DIFFERS: the paper has a = 1 (Eq. 12); the derivative of one step of SGD has a = its rate.
-    The mean over tasks is that of each product of factors, as in the paper (`products`), or of each factor (`averages`).
+    The mean over tasks is of each product of factors, as in the paper (`products`), or of each factor (`averages`).
     """
     sums, tasks, products = {}, 0, cfg.averaging == "products"
     for x_s, y_s, x_q, _ in batches:
@@ -1043,7 +1043,7 @@ def summarise(runs: dict) -> dict:
 
 
 def versus(runs: dict, one: str, other: str, names: list[str]) -> dict[str, list[float]]:
-    """Difference in accuracy after the last stage, seed by seed (same start, same tasks), and half its 95 % interval."""
+    """Difference in accuracy after the last stage, seed by seed (same start, same tasks); half its 95 % interval."""
     last = {key: {n: r for (t, n), r in finished(rows).items() if t == len(names)} for key, rows in runs.items()}
     seeds = [s for m, s in runs if m == one and last[m, s] and last.get((other, s))]
     found = {}
@@ -1317,9 +1317,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated, of %(default)s (default: all)")
     parser.add_argument("--seeds", default="0", help="comma-separated whole numbers (default: %(default)s)")
     parser.add_argument("--schedule", choices=SCHEDULES, help="default: paper with CUDA, else cpu")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of <dataset>.npz (default: %(default)s)")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of <name>.npz (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for records (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="as torch names it (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=0, help="runs side by side (default: one per core, or 1 with CUDA)")
     parser.add_argument("--prepare", action="store_true", help="first download the datasets that the folder lacks")
     parser.add_argument("--fresh", action="store_true", help="start these runs over instead of resuming them")
@@ -1362,7 +1363,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     for field, text in (("jacobian_rate", cfg.jacobian_rate or "0"), ("kl_weight", cfg.kl_weight)):
         value = number(field, KL_WEIGHTS.get(text, text))
         need(0 <= value < math.inf, f"--{field.replace('_', '-')} is {text}; it must be 0 or more.")
-    need(cfg.averaging in ("averages", "products"), f"--averaging is {cfg.averaging!r}; it must be averages or products.")
+    ways = ("averages", "products")
+    need(cfg.averaging in ways, f"--averaging is {cfg.averaging!r}; it must be averages or products.")
     need(cfg.split in ("test", "val"), f"--split is {cfg.split!r}; it must be test or val.")
     return args, cfg
 
@@ -1429,8 +1431,8 @@ def main(argv: list[str]):
     for m, s in pairs if args.fresh else []:
         shutil.rmtree(folder / f"{m}-{s}", ignore_errors=True)
     print(f"{args.experiment}: " + " -> ".join(f"{d.name} ({d.kind})" for d in sequence))
-    print(f"{args.schedule} schedule on {args.device}: {cfg.iterations} iterations of {cfg.meta_batch} tasks per dataset,"
-          f" {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries per class; records in {folder}/", flush=True)
+    print(f"{args.schedule} schedule on {args.device}: {cfg.iterations} times {cfg.meta_batch} tasks per dataset, "
+          f"{cfg.way}-way {cfg.shot}-shot, {cfg.query} queries per class; records in {folder}/", flush=True)
     like = dict(schedule=args.schedule, data=kind_of(sequence), settings=digest(cfg, sequence))
     problems = run_all(args, cfg, pairs, lambda: print("\n" + report(folder, like) + "\n", flush=True))
     need(not problems, " ".join(problems))

@@ -32,7 +32,8 @@ def assert_close(a, b, rtol=1e-9, atol=1e-11):
 
 
 def toy_config(**changes):
-    return dataclasses.replace(boml.Config(), **dict(filters=4, query=2, meta_batch=2, iterations=3, eval_tasks=2, hessian_tasks=3, mc_samples=2) | changes)
+    small = dict(filters=4, query=2, meta_batch=2, iterations=3, eval_tasks=2, hessian_tasks=3, mc_samples=2)
+    return dataclasses.replace(boml.Config(), **small | changes)
 
 
 def toy_data(seed=0, classes=15, least=4, most=7, turns=1, channels=1, name="omniglot", device="cpu"):
@@ -53,7 +54,7 @@ def toy_batch(seed, tasks=2, shot=1, query=2, way=5, channels=1):
     x = lambda n: torch.rand(tasks, way * n, channels, 28, 28, generator=g, dtype=torch.double)
     y = lambda n: torch.arange(way).repeat_interleave(n).expand(tasks, -1)
     theta = boml.init_params(toy_config(way=way, channels=channels), g)
-    theta = {n: (v + 0.1 * torch.randn(v.shape, generator=g)).detach().double().requires_grad_() for n, v in theta.items()}
+    theta = boml.leaves({n: (v + 0.1 * torch.randn(v.shape, generator=g)).double() for n, v in theta.items()})
     return theta, (x(shot), y(shot), x(query), y(query))
 
 
@@ -134,7 +135,7 @@ def test_relabelling_classes(seed, order):
     theta, (x_s, y_s, x_q, y_q) = toy_batch(seed)
     order = torch.tensor(order)
     loss, grads = boml.meta_gradient(theta, (x_s, y_s, x_q, y_q), 0.4, 2, 1.0)
-    renamed = {n: (v[order.argsort()] if n.startswith("linear") else v).detach().requires_grad_() for n, v in theta.items()}
+    renamed = boml.leaves({n: v[order.argsort()] if n.startswith("linear") else v for n, v in theta.items()})
     loss2, grads2 = boml.meta_gradient(renamed, (x_s, order[y_s], x_q, order[y_q]), 0.4, 2, 1.0)
     assert_close(loss, loss2)
     for name, g, g2 in zip(theta, grads, grads2):
@@ -269,11 +270,10 @@ def test_adaptation_jacobian_equals_reference(seed, steps):
     net, theta, tasks, batch = tiny(seed, tasks=1)
     p = boml.spread(theta, 1)
     adapted, _ = boml.adapt(p, batch[0], batch[1], 0.4, steps, True, boml.tanh_network)
-    squeeze = lambda q: torch.cat([boml.to_matrix({n: v[0] for n, v in q.items()}, m).T.flatten() for m in boml.layers_of(theta)])
+    vec = lambda q: torch.cat([boml.to_matrix(q, name).T.flatten() for name in boml.layers_of(theta)])
     rows = []
-    for out in squeeze(adapted):
-        grads = dict(zip(theta, torch.autograd.grad(out, list(theta.values()), retain_graph=True)))
-        rows.append(torch.cat([boml.to_matrix(grads, m).T.flatten() for m in boml.layers_of(theta)]))
+    for out in vec({n: v[0] for n, v in adapted.items()}):
+        rows.append(vec(dict(zip(theta, torch.autograd.grad(out, list(theta.values()), retain_graph=True)))))
     assert_close(torch.stack(rows), reference.jacobian(net, *tasks[0][:2], 0.4, steps))
 
 
@@ -282,7 +282,8 @@ def test_one_task_expands_to_the_exact_sandwich(seed, averaging, a):
     """For a single task both ways of averaging give (I - a A(x)G)(A_q(x)G_q)(I - a A(x)G)'."""
     net, theta, tasks, batch = tiny(seed, tasks=1)
     x_s, y_s, x_q, _ = tasks[0]
-    (A, G), (A_q, G_q) = (reference.kfac_factors(n, x) for n, x in ((net, x_s), (reference.adapt(net, x_s, y_s, 0.4, 2)[1], x_q)))
+    A, G = reference.kfac_factors(net, x_s)
+    A_q, G_q = reference.kfac_factors(reference.adapt(net, x_s, y_s, 0.4, 2)[1], x_q)
     for l, block in enumerate(curvature(theta, batch, 0.4, 2, a, averaging).values()):
         assert_close(dense(block), reference.sandwich(A[l], G[l], A_q[l], G_q[l], a))
 
@@ -337,7 +338,8 @@ def test_conv_at_one_location_equals_linear(seed, tasks):
     linear = boml.input_factor("linear", x.view(4, tasks, 2).transpose(0, 1), tasks)[:, :-1, :-1]
     assert_close(A[:, :, 4, :, 4], linear)
     assert_close(A.abs().sum(), linear.abs().sum())  # and nothing elsewhere
-    assert_close(boml.output_factor("conv1", x, x, tasks), boml.output_factor("linear", None, x.view(4, tasks, 2).transpose(0, 1), tasks))
+    flat = x.view(4, tasks, 2).transpose(0, 1)
+    assert_close(boml.output_factor("conv1", x, x, tasks), boml.output_factor("linear", None, flat, tasks))
 
 
 @given(seeds, st.integers(1, 2), st.integers(1, 3), st.integers(2, 5))
@@ -352,7 +354,8 @@ def test_conv_factors_equal_brute_force(seed, tasks, channels, size):
             for i in range(size):
                 for j in range(size):
                     patch = padded[b, m, :, i : i + 3, j : j + 3].ravel()
-                    A, G = A + np.outer(patch, patch) / 3, G + np.outer(g[b, m, :, i, j], g[b, m, :, i, j]) / (3 * size * size)
+                    signal = g[b, m, :, i, j]
+                    A, G = A + np.outer(patch, patch) / 3, G + np.outer(signal, signal) / (3 * size * size)
         assert_close(boml.input_factor("conv1", torch.tensor(x).flatten(1, 2), tasks)[m], A)
         assert_close(boml.output_factor("conv1", None, torch.tensor(g).flatten(1, 2), tasks)[m], G)
 
@@ -439,7 +442,8 @@ def test_penalty_equals_dense_reference(seed):
     """The penalty is the reference's dense quadratic form, non-negative, and its gradient is its derivative."""
     net, theta, _, batch = tiny(seed)
     blocks = curvature(theta, batch, 0.4, 1, 0.4)
-    mean = {n: torch.randn(v.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.double) for n, v in theta.items()}
+    rng = torch.Generator().manual_seed(seed)
+    mean = {n: torch.randn(v.shape, generator=rng, dtype=torch.double) for n, v in theta.items()}
     precision = [dense(b) + 0.01 * np.eye(len(dense(b))) for b in blocks.values()]
     flat = lambda p: [boml.to_matrix(p, n).detach().numpy().flatten(order="F") for n in boml.layers_of(theta)]
     value, grads = laplace(blocks, mean).penalty(theta)
@@ -462,7 +466,8 @@ def test_absorbing_two_datasets_sums_them():
         alone.absorb(theta, d, torch.Generator().manual_seed(3))
         single.append(alone.blocks)
     for name in posterior.blocks:
-        assert_close(dense(posterior.blocks[name]), 7.0 * (dense(single[0][name]) + dense(single[1][name])), rtol=1e-4, atol=1e-4)
+        expected = 7.0 * (dense(single[0][name]) + dense(single[1][name]))
+        assert_close(dense(posterior.blocks[name]), expected, rtol=1e-4, atol=1e-4)
     assert all(torch.equal(posterior.mean[n], thetas[1][n]) for n in thetas[1])
 
 
@@ -522,7 +527,8 @@ def test_moments_of_sampled_preactivations(kind):
     name, x, mean, variance = layer_problem(kind, 0)
     g, many = torch.Generator().manual_seed(1), 20000
     local = torch.stack([boml.noisy_layer(variance, g)(mean, name, x) for _ in range(many)])
-    draw = lambda: {n: v + variance[n].sqrt() * torch.randn(v.shape, generator=g, dtype=torch.double) for n, v in mean.items()}
+    normal = lambda v: torch.randn(v.shape, generator=g, dtype=torch.double)
+    draw = lambda: {n: v + variance[n].sqrt() * normal(v) for n, v in mean.items()}
     pushed = torch.stack([boml.layer(draw(), name, x) for _ in range(many)])
     # The analytic moments: linear in the parameters, so means push through and variances through the square.
     middle = boml.layer(mean, name, x)
@@ -772,7 +778,7 @@ def test_training_step_on_meta_device(method):
     """No tensor of a training step strays to the CPU and nothing in it waits for a value: it runs without values."""
     cfg = toy_config(meta_batch=3)
     sequence = [toy_data(0, turns=4, device="meta"), toy_data(1, channels=3, device="meta")]
-    theta = {n: v.detach().requires_grad_() for n, v in boml.init_params(cfg, None, "meta").items()}
+    theta = boml.leaves(boml.init_params(cfg, None, "meta"))
     posterior = boml.METHODS[method].posterior(cfg, theta)
     optimiser = boml.new_optimiser(theta, posterior, cfg)
     tasks = boml.Tasks(boml.METHODS[method].data, sequence, cfg, 0, [])
@@ -797,11 +803,13 @@ def fake_data(tmp_path_factory):
     return folder
 
 
-SMALL = "--filters 4 --iterations 4 --meta-batch 2 --query 2 --eval-tasks 3 --eval-every 2 --hessian-tasks 3 --mc-samples 2".split()
+SMALL = ("--filters 4 --iterations 4 --meta-batch 2 --query 2 --eval-tasks 3 --eval-every 2 --hessian-tasks 3 "
+         "--mc-samples 2").split()
 
 
 def command(*args, program="boml.py"):
-    done = subprocess.run([sys.executable, str(HERE / program), *map(str, args)], capture_output=True, text=True, timeout=300)
+    line = [sys.executable, str(HERE / program), *map(str, args)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -872,14 +880,17 @@ def test_resumed_run_equals_unbroken(method, tmp_path):
 
 def made_up(method, seed, accuracies):
     """Rows of a run whose accuracy after stage t on dataset j is accuracies[t][j]."""
-    return [dict(experiment="triathlon", method=method, seed=seed, schedule="cpu", data="real", stage=t + 1, iteration=9,
-                 iterations=9, sequence=[f"d{j}" for j in range(len(row))], evaluated=f"d{j}", accuracy=a, ci95=0.02, nll=1.0, tasks=10, seconds=1.0)
-            for t, row in enumerate(accuracies) for j, a in enumerate(row)]
+    names = [f"d{j}" for j in range(len(accuracies[0]))]
+    facts = dict(experiment="triathlon", method=method, seed=seed, schedule="cpu", data="real", sequence=names)
+    ends = dict(iteration=9, iterations=9, ci95=0.02, nll=1.0, tasks=10, seconds=1.0)
+    return [facts | ends | dict(stage=t + 1, evaluated=name, accuracy=a)
+            for t, row in enumerate(accuracies) for name, a in zip(names, row)]
 
 
 def test_summary_of_made_up_records():
     """Means, intervals, forgetting (peak minus final) and learning (after the own stage) are those of the records."""
-    runs = {("maml", 0): made_up("maml", 0, [[0.8, 0.3], [0.6, 0.5]]), ("maml", 1): made_up("maml", 1, [[0.9, 0.3], [0.5, 0.7]])}
+    accuracies = [[[0.8, 0.3], [0.6, 0.5]], [[0.9, 0.3], [0.5, 0.7]]]
+    runs = {("maml", s): made_up("maml", s, accuracies[s]) for s in (0, 1)}
     maml = boml.summarise(runs)["methods"]["maml"]
     assert_close(maml["accuracy"], [[0.85, 0.3], [0.55, 0.6]])
     assert_close(maml["forgetting"]["d0"], 0.3)
@@ -1022,7 +1033,8 @@ def write_quickdraw(folder):
 def write_cifar(folder, rows=6):
     pixels = np.zeros((rows, 3, 32, 32), np.uint8)
     pixels[:, 0], pixels[:, 2] = 200, 50  # red 200, green 0, blue 50
-    data = np.concatenate([np.full((rows, 1), 9), np.arange(rows)[:, None] % 2, pixels.reshape(rows, -1)], 1).astype(np.uint8)
+    labels = np.stack([np.full(rows, 9), np.arange(rows) % 2], 1)  # coarse, fine
+    data = np.concatenate([labels, pixels.reshape(rows, -1)], 1).astype(np.uint8)
     with tarfile.open(folder / "cifar-100-binary.tar.gz", "w:gz") as tar:
         for name, content in (("train.bin", data.tobytes()), ("test.bin", data[:2].tobytes()),
                               ("fine_label_names.txt", b"apple\nbear\n")):
