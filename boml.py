@@ -92,6 +92,9 @@ DATASETS = {
     "omniglot": Setting((1100, 100, 423), 0.4, 1, 3, turns=4, stand_in="generated_characters"),
     "mini_quickdraw": Setting((241, 52, 52), 0.2, 3, 5, (0.5,), stand_in="generated_doodles"),
     "cifar_fs": Setting((64, 16, 20), 0.1, 5, 10, (0.5,), stand_in="generated_textures"),
+    "mini_imagenet": Setting((64, 16, 20), 0.1, 5, 10, (0.5,)),
+    "vgg_flowers": Setting((66, 16, 20), 0.1, 5, 10, (0.2, 0.4, 0.6, 0.8)),
+    "aircraft": Setting((64, 16, 20), 0.1, 5, 10, (0.5,)),
     "generated_characters": Setting((220, 40, 80), 0.4, 1, 3),
     "generated_doodles": Setting((200, 40, 60), 0.2, 3, 5, (0.5,)),
     "generated_textures": Setting((200, 40, 60), 0.1, 5, 10, (0.5,)),
@@ -125,11 +128,19 @@ def number(field: str, text: str, kind=float):
 # data_prep.py packs every real dataset into data/<name>.npz: images (n, 28, 28[, 3]) uint8, labels (n,) sorted,
 # names (classes,). A dataset lives on the device as bytes; a meta-batch becomes float when it is sampled.
 
-CIFAR_FS_SPLIT = {  # Bertinetto et al. 2019; all other classes are for training
-    "val": "beaver beetle butterfly camel cattle crab crocodile flatfish lamp maple_tree motorcycle otter sea shark "
-           "television tractor",
-    "test": "baby bed bicycle chimpanzee fox leopard man pickup_truck plain poppy rocket rose snail sweet_pepper "
-            "table telephone wardrobe whale woman worm",
+SPLITS = {  # the published ones: validation and test, all other classes are for training
+    "cifar_fs": (  # Bertinetto et al. 2019
+        "beaver beetle butterfly camel cattle crab crocodile flatfish lamp maple_tree motorcycle otter sea "
+        "shark television tractor",
+        "baby bed bicycle chimpanzee fox leopard man pickup_truck plain poppy rocket rose snail sweet_pepper "
+        "table telephone wardrobe whale woman worm",
+    ),
+    "mini_imagenet": (  # Ravi and Larochelle 2017
+        "n01855672 n02091244 n02114548 n02138441 n02174001 n02950826 n02971356 n02981792 n03075370 n03417042 "
+        "n03535780 n03584254 n03770439 n03773504 n03980874 n09256479",
+        "n01930112 n01981276 n02099601 n02110063 n02110341 n02116738 n02129165 n02219486 n02443484 n02871525 "
+        "n03127925 n03146219 n03272010 n03544143 n03775546 n04146614 n04149813 n04418357 n04522168 n07613480",
+    ),
 }
 
 
@@ -180,8 +191,8 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def split_classes(name: str, names: list[str]) -> dict[str, list[int]]:
     """The published split where there is one, else at random: in the order of the names' md5, the same everywhere."""
-    if name == "cifar_fs":
-        parts = {s: CIFAR_FS_SPLIT[s].split() for s in ("val", "test")}
+    if name in SPLITS:
+        parts = dict(zip(("val", "test"), (part.split() for part in SPLITS[name])))
         parts["train"] = [n for n in names if n not in parts["val"] + parts["test"]]
     else:
         a, b, c = DATASETS[name].classes

@@ -5,7 +5,7 @@
     python data_prep.py omniglot cifar_fs  only these
 
 Each archive is found in --raw DIR or downloaded to <data>/raw (resumed when cut, checked by md5).
-Without a network it gives up in seconds; boml.py then draws a generated stand-in, labelled as such.
+Without a network it gives up in seconds; in the triathlon generated datasets then stand in, labelled as such.
 """
 import argparse, hashlib, http.client, io, os, sys, tarfile, time, zipfile, zlib
 import urllib.error, urllib.parse, urllib.request
@@ -28,8 +28,17 @@ SOURCES = {  # dataset: (address, md5 of the official file) of each of its archi
     "cifar_fs": [
         ("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),
     ],
+    "vgg_flowers": [
+        ("https://www.robots.ox.ac.uk/~vgg/data/flowers/102/102flowers.tgz", "52808999861908f626f3c1f4e79d11fa"),
+        ("https://www.robots.ox.ac.uk/~vgg/data/flowers/102/imagelabels.mat", "e0620be6f572b9609742df49c70aed4d"),
+    ],
+    "aircraft": [
+        ("https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/archives/fgvc-aircraft-2013b.tar.gz",
+         "d4acdd33327262359767eeaa97a4f732"),
+    ],
 }
-CLASSES = {"omniglot": 1623, "mini_quickdraw": 345, "cifar_fs": 100}
+CLASSES = {"omniglot": 1623, "mini_quickdraw": 345, "cifar_fs": 100, "mini_imagenet": 100, "vgg_flowers": 102,
+           "aircraft": 100}
 DRAWINGS = 1000  # of each QuickDraw class
 TIMEOUT = 8  # seconds without a byte
 LARGEST = 64 << 20  # bytes: no single image of these archives comes near
@@ -200,7 +209,75 @@ def cifar_fs(raw, cache):
                 yield names[row[1]], shrink(image)
 
 
-UNPACK = {"omniglot": omniglot, "mini_quickdraw": mini_quickdraw, "cifar_fs": cifar_fs}
+def members(path: Path):
+    """(name, bytes) of every file of a tar or a folder, in its order."""
+    if path.is_dir():
+        yield from ((file.relative_to(path).as_posix(), file.read_bytes()) for file in sorted(path.rglob("*.*")))
+        return
+    with tarfile.open(path) as archive:
+        for member in archive:
+            if member.isfile() and member.size < LARGEST:
+                yield member.name, archive.extractfile(member).read()
+
+
+def mini_imagenet(raw, cache):
+    """<wnid>/<image>.jpg in mini_imagenet.tar or a folder mini_imagenet; one of the images is grey."""
+    found = [p for p in sorted((raw or cache).rglob("mini_imagenet*")) if p.suffix == ".tar" or any(p.glob("n*/*.jpg"))]
+    if not found:
+        raise Unreachable(f"ImageNet's terms allow no free download; get it from image-net.org, put its images as "
+                          f"mini_imagenet/<wnid>/*.jpg into a folder DIR, then: bash run.sh data mini_imagenet --raw DIR")
+    for name, data in members(found[0]):
+        if name.endswith(".jpg"):
+            yield name.split("/")[-2], shrink(picture(found[0], name, data, "RGB"))
+
+
+def vgg_flowers(raw, cache):
+    """jpg/image_00001.jpg and on; their classes, 1 to 102, in the MATLAB file."""
+    path, labels = obtain("vgg_flowers", raw, cache)
+    labels = read_mat(labels)["labels"]
+    for name, data in members(path):
+        if name.endswith(".jpg"):
+            yield f"{labels[int(name[-9:-4]) - 1]:03d}", shrink(picture(path, name, data, "RGB"))
+
+
+def read_mat(path: Path) -> dict[str, np.ndarray]:
+    """The numeric arrays, flat, of a MATLAB v5 file: 128 bytes of header, then elements, some compressed."""
+    kinds = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
+
+    def elements(data: bytes):
+        at = 0
+        while at + 8 <= len(data):
+            kind, size = np.frombuffer(data, "<u4", 2, at).tolist()
+            if kind >> 16:  # a small element: size and kind share a word, up to four bytes follow
+                yield kind & 0xFFFF, data[at + 4 : at + 4 + (kind >> 16)]
+                at += 8
+            else:
+                yield kind, data[at + 8 : at + 8 + size]
+                at += 8 + (size if kind == 15 else -(-size // 8) * 8)
+
+    arrays = {}
+    for kind, data in elements(path.read_bytes()[128:]):
+        if kind == 15:
+            ((kind, data),) = elements(zlib.decompress(data))
+        if kind == 14:  # a matrix: flags, shape, name, values
+            _, _, (_, name), (kind, values) = list(elements(data))[:4]
+            arrays[name.decode()] = np.frombuffer(values, "<" + kinds[kind])
+    return arrays
+
+
+def aircraft(raw, cache):
+    """data/images/<number>.jpg with a banner of 20 pixels at the bottom; data/images_variant_*.txt: number, variant."""
+    (path,) = obtain("aircraft", raw, cache)
+    lists = [data.decode() for name, data in members(path) if "/images_variant_" in name]
+    variant = dict(line.split(" ", 1) for text in lists for line in text.splitlines())
+    for name, data in members(path):
+        if name.endswith(".jpg"):
+            image = picture(path, name, data, "RGB")
+            yield variant[name[-11:-4]], shrink(image.crop((0, 0, image.width, image.height - 20)))
+
+
+UNPACK = {"omniglot": omniglot, "mini_quickdraw": mini_quickdraw, "cifar_fs": cifar_fs, "mini_imagenet": mini_imagenet,
+          "vgg_flowers": vgg_flowers, "aircraft": aircraft}
 
 # ----------------------------------------------------------------------------------------------------- Packing
 
@@ -248,6 +325,7 @@ def main(argv: list[str]):
             raise Problem(f"{name!r} is not a dataset; choose from {', '.join(UNPACK)}.")
     if args.raw and not args.raw.is_dir():
         raise Problem(f"--raw {args.raw} is not a folder.")
+    left_out = False
     for name in args.names or UNPACK:
         start = time.time()
         if (args.data / f"{name}.npz").exists() and not args.raw:
@@ -256,7 +334,10 @@ def main(argv: list[str]):
         try:
             print(f"{name}: {pack(name, args.raw, args.data)}, packed in {time.time() - start:.0f} s")
         except Unreachable as error:
-            print(f"{name}: {error}; left out, a generated dataset will stand in for it.")
+            left_out = True
+            print(f"{name}: left out: {error}")
+    if left_out:
+        print("In the triathlon a generated dataset stands in for each that is left out.")
 
 
 if __name__ == "__main__":

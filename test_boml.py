@@ -1,5 +1,5 @@
 """What boml.py promises, as properties. Sizes and seeds are drawn by hypothesis, arrays from the seed; float64."""
-import dataclasses, hashlib, http.server, io, json, re, subprocess, sys, tarfile, threading, zipfile
+import dataclasses, hashlib, http.server, io, json, re, subprocess, sys, tarfile, threading, zipfile, zlib
 from pathlib import Path
 
 import numpy as np
@@ -717,15 +717,16 @@ def test_fetched_images(seed, channels):
         assert_close(channel.double(), image.copy(), rtol=1e-6, atol=1e-6)
 
 
-SPLITS = {"omniglot": (1100, 100, 423), "mini_quickdraw": (241, 52, 52), "cifar_fs": (64, 16, 20)}  # the paper's
+SPLITS = {"omniglot": (1100, 100, 423), "mini_quickdraw": (241, 52, 52), "cifar_fs": (64, 16, 20),
+          "mini_imagenet": (64, 16, 20), "vgg_flowers": (66, 16, 20), "aircraft": (64, 16, 20)}  # the paper's
 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_split_is_disjoint(name):
     """Training, validation and test classes have the paper's counts and share none, in whatever order they come."""
     names = [f"class {c}" for c in range(sum(SPLITS[name]))]
-    if name == "cifar_fs":
-        names[64:] = (boml.CIFAR_FS_SPLIT["test"] + " " + boml.CIFAR_FS_SPLIT["val"]).split()
+    if name in boml.SPLITS:
+        names[64:] = " ".join(boml.SPLITS[name]).split()
     parts = boml.split_classes(name, names)
     assert tuple(len(set(parts[s])) for s in ("train", "val", "test")) == SPLITS[name]
     assert len(set().union(*parts.values())) == len(names)
@@ -791,7 +792,7 @@ def test_training_step_on_meta_device(method):
 def fake_data(tmp_path_factory):
     """Files in the shape of the three real datasets, with noise for images."""
     folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    cifar = boml.CIFAR_FS_SPLIT["val"].split() + boml.CIFAR_FS_SPLIT["test"].split() + [f"c{i}" for i in range(64)]
+    cifar = " ".join(boml.SPLITS["cifar_fs"]).split() + [f"c{i}" for i in range(64)]
     for name, names, shape in (
         ("omniglot", [f"{i}" for i in range(1623)], (28, 28)),
         ("mini_quickdraw", [f"{i}" for i in range(345)], (28, 28)),
@@ -1017,6 +1018,22 @@ def png(size=(105, 105), seed=0):
     return file.getvalue()
 
 
+def jpg(top, bottom=None, size=(40, 60)):
+    """A picture of one colour, the lowest 20 rows of another."""
+    file, image = io.BytesIO(), Image.new("RGB", size, top)
+    image.paste(bottom or top, (0, size[1] - 20, *size))
+    image.save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+def tar(path, contents):
+    with tarfile.open(path, "w:gz" if path.suffix in (".gz", ".tgz") else "w") as archive:
+        for name, content in contents.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
 def write_omniglot(folder):
     for part, alphabets in (("background", ["Greek", "Latin"]), ("evaluation", ["Tagalog"])):
         with zipfile.ZipFile(folder / f"images_{part}.zip", "w") as z:
@@ -1035,15 +1052,39 @@ def write_cifar(folder, rows=6):
     pixels[:, 0], pixels[:, 2] = 200, 50  # red 200, green 0, blue 50
     labels = np.stack([np.full(rows, 9), np.arange(rows) % 2], 1)  # coarse, fine
     data = np.concatenate([labels, pixels.reshape(rows, -1)], 1).astype(np.uint8)
-    with tarfile.open(folder / "cifar-100-binary.tar.gz", "w:gz") as tar:
-        for name, content in (("train.bin", data.tobytes()), ("test.bin", data[:2].tobytes()),
-                              ("fine_label_names.txt", b"apple\nbear\n")):
-            info = tarfile.TarInfo(f"cifar-100-binary/{name}")
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+    files = {"train.bin": data.tobytes(), "test.bin": data[:2].tobytes(), "fine_label_names.txt": b"apple\nbear\n"}
+    tar(folder / "cifar-100-binary.tar.gz", {f"cifar-100-binary/{name}": content for name, content in files.items()})
 
 
-ARCHIVES = {"omniglot": (write_omniglot, 3, 9), "mini_quickdraw": (write_quickdraw, 2, 8), "cifar_fs": (write_cifar, 2, 8)}
+def write_imagenet(folder):
+    grey = io.BytesIO()
+    Image.new("L", (84, 84), 100).save(grey, "JPEG")
+    tar(folder / "mini_imagenet.tar", {"mini_imagenet/n01/a.jpg": jpg("red"), "mini_imagenet/n02/b.jpg": grey.getvalue()})
+
+
+def write_flowers(folder, compress=False, labels=(2, 1, 2)):
+    element = lambda kind, data: np.array([kind, len(data)], "<u4").tobytes() + data + bytes(-len(data) % 8)
+    parts = element(6, bytes(8)) + element(5, np.array([1, len(labels)], "<i4").tobytes()) + element(1, b"labels")
+    matrix = element(14, parts + element(2, bytes(labels)))
+    if compress:
+        matrix = zlib.compress(matrix)
+        matrix = np.array([15, len(matrix)], "<u4").tobytes() + matrix
+    (folder / "imagelabels.mat").write_bytes(b"MATLAB 5.0".ljust(124) + b"\x00\x01IM" + matrix)
+    tar(folder / "102flowers.tgz", {f"jpg/image_{i + 1:05d}.jpg": jpg("red" if l == 1 else "blue") for i, l in enumerate(labels)})
+
+
+def write_aircraft(folder):
+    base = "fgvc-aircraft-2013b/data"
+    tar(folder / "fgvc-aircraft-2013b.tar.gz", {
+        f"{base}/images/0000001.jpg": jpg("red", "white"), f"{base}/images/0000002.jpg": jpg("blue", "white"),
+        f"{base}/images_variant_trainval.txt": b"0000001 Boeing 717\n",
+        f"{base}/images_variant_test.txt": b"0000002 A300B4\n"})
+
+
+ARCHIVES = {  # how to write it, classes, images
+    "omniglot": (write_omniglot, 3, 9), "mini_quickdraw": (write_quickdraw, 2, 8), "cifar_fs": (write_cifar, 2, 8),
+    "mini_imagenet": (write_imagenet, 2, 2), "vgg_flowers": (write_flowers, 2, 3), "aircraft": (write_aircraft, 2, 2),
+}
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
@@ -1059,24 +1100,47 @@ def test_archive_in_official_layout(name, tmp_path, monkeypatch):
         assert (x == 0).all()  # bright strokes on black became dark on white
     if name == "cifar_fs":
         assert (x[0, 14, 14] == [200, 0, 50]).all() and names.tolist() == ["apple", "bear"]
+    colours = [("red", "green", "blue")[int(image[-1, 14].argmax())] for image in x] if x.ndim == 4 else []
+    if name == "vgg_flowers":
+        assert colours == ["red", "blue", "blue"] and names.tolist() == ["001", "002"]
+    if name == "aircraft":  # to the last row: the white banner is gone
+        assert colours == ["blue", "red"] and names.tolist() == ["A300B4", "Boeing 717"] and x.min() < 30
+    if name == "mini_imagenet":
+        assert names.tolist() == ["n01", "n02"] and abs(x[1].astype(int) - 100).max() < 5  # grey became RGB
+
+
+def test_compressed_and_plain_matlab_files(tmp_path):
+    """A MATLAB v5 file reads the same whether its matrix is compressed, as the official one, or not."""
+    for compress in (False, True):
+        write_flowers(tmp_path, compress, labels=(7, 102, 1, 3, 5))
+        assert data_prep.read_mat(tmp_path / "imagelabels.mat")["labels"].tolist() == [7, 102, 1, 3, 5]
+
+
+def test_mini_imagenet_as_a_folder(tmp_path):
+    """miniImageNet may also come as a folder of folders."""
+    for wnid in ("n01", "n02"):
+        (tmp_path / "mini_imagenet" / wnid).mkdir(parents=True)
+        (tmp_path / "mini_imagenet" / wnid / "a.jpg").write_bytes(jpg("red"))
+    assert [name for name, _ in data_prep.mini_imagenet(tmp_path, None)] == ["n01", "n02"]
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
 def test_damaged_archive(name, tmp_path):
-    """An archive cut in half, or with the wrong number of classes, ends in a sentence and no file."""
+    """An archive cut off, or with the wrong number of classes, ends in a sentence and no file."""
     ARCHIVES[name][0](tmp_path)
     with pytest.raises(data_prep.Problem, match="classes, not"):
         data_prep.pack(name, tmp_path, tmp_path / "data")
     for path in tmp_path.iterdir():
         if path.is_file():
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(data_prep.Problem, match="damaged|cut off"):
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 8])
+    with pytest.raises(data_prep.Problem, match="damaged|cut off|not a readable image"):
         data_prep.pack(name, tmp_path, tmp_path / "data")
     assert not list(tmp_path.glob("data/*.npz"))
 
 
 @pytest.mark.skipif(not RAW.is_dir(), reason="the real archives are not here")
-@pytest.mark.parametrize("name, images", [("omniglot", 32460), ("mini_quickdraw", 34500), ("cifar_fs", 13000)])
+@pytest.mark.parametrize("name, images", [("omniglot", 32460), ("mini_quickdraw", 34500), ("cifar_fs", 13000),
+                                          ("mini_imagenet", 6000), ("vgg_flowers", 8189), ("aircraft", 1000)])
 def test_real_archive(name, images, tmp_path):
     """The real archives pack to their known counts, and load with the paper's split."""
     data_prep.pack(name, RAW, tmp_path)
