@@ -965,7 +965,7 @@ def spoil(folder, fake_data, how):
             np.savez(folder / "cifar_fs.npz", images=z["images"].astype(np.float32), labels=z["labels"], names=z["names"])
 
 
-def test_merge_rank_beyond_the_factors(fake_data):
+def test_merge_rank_beyond_the_factors():
     """A rank that the factors cannot have is cut to the one they can."""
     block = random_block(0, 4, P=5, O=1)
     assert_close(dense(boml.merge(block, 3)), dense(block), atol=1e-9)
