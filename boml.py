@@ -44,6 +44,9 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+import data_prep  # which obtains and packs the images, and draws the generated ones
+from data_prep import Problem
+
 # ----------------------------------------------------------------------------------------------- Configuration
 
 
@@ -55,10 +58,11 @@ class Config:  # the defaults are the paper's schedule; each comment below is al
     channels: int = 3  # of the images; grey ones are repeated
     filters: int = 64  # of each conv layer
     meta_batch: int = 32  # M, tasks per meta-batch
-    iterations: int = 5000  # J, meta-training iterations per dataset
+    iterations: str = "5000"  # J, meta-training iterations per dataset, one value or one for each
+    toe_longer: bool = False  # it trains for as many as all datasets so far together (Train-On-Everything)
     outer_rate: float = 0.001  # Adam's learning rate
     decay: bool = True  # it falls as in Table 2 (never for BomVI)
-    inner_rate: str = ""  # alpha, one value or one per dataset; empty: each dataset's own (Table 2)
+    inner_rate: str = ""  # alpha, one value or one for each dataset; empty: each dataset's own (Table 2)
     inner_steps: str = ""  # k in meta-training, likewise
     eval_steps: str = ""  # k in meta-evaluation, likewise
     eval_tasks: int = 100  # tasks of each evaluation of each dataset
@@ -75,6 +79,7 @@ class Config:  # the defaults are the paper's schedule; each comment below is al
     first_variance: float = 1.0  # of the prior before the first dataset, around zero (BomVI)
     logvar_rate: float = 0.001  # Adam's learning rate of the log-variances (BomVI)
     kl_weight: str = "authors"  # of the KL against mean losses: paper (1/80), authors (1/51200), or a number (BomVI)
+    tasks: int = 230  # of the sequence, at most (omniglot)
     split: str = "test"  # classes to evaluate on: test, or val to choose settings by
 
 
@@ -84,6 +89,7 @@ class Setting(NamedTuple):  # Table 2, a row per dataset
     inner_steps: int  # k in meta-training
     eval_steps: int  # k in meta-evaluation
     decay: tuple[float, ...] = ()  # the outer rate falls x 0.1 at these fractions of J
+    iterations: int = 0  # J, from the configuration
     turns: int = 1  # 4: each rotation by a quarter turn is a class of its own
     stand_in: str = ""  # the generated dataset that takes its place when it is not there
 
@@ -92,24 +98,40 @@ DATASETS = {
     "omniglot": Setting((1100, 100, 423), 0.4, 1, 3, turns=4, stand_in="generated_characters"),
     "mini_quickdraw": Setting((241, 52, 52), 0.2, 3, 5, (0.5,), stand_in="generated_doodles"),
     "cifar_fs": Setting((64, 16, 20), 0.1, 5, 10, (0.5,), stand_in="generated_textures"),
-    "mini_imagenet": Setting((64, 16, 20), 0.1, 5, 10, (0.5,)),
-    "vgg_flowers": Setting((66, 16, 20), 0.1, 5, 10, (0.2, 0.4, 0.6, 0.8)),
-    "aircraft": Setting((64, 16, 20), 0.1, 5, 10, (0.5,)),
+    "mini_imagenet": Setting((64, 16, 20), 0.1, 5, 10, (0.5,), stand_in="generated_scenes"),
+    "vgg_flowers": Setting((66, 16, 20), 0.1, 5, 10, (0.2, 0.4, 0.6, 0.8), stand_in="generated_blossoms"),
+    "aircraft": Setting((64, 16, 20), 0.1, 5, 10, (0.5,), stand_in="generated_aeroplanes"),
     "generated_characters": Setting((220, 40, 80), 0.4, 1, 3),
     "generated_doodles": Setting((200, 40, 60), 0.2, 3, 5, (0.5,)),
     "generated_textures": Setting((200, 40, 60), 0.1, 5, 10, (0.5,)),
+    "generated_scenes": Setting((64, 16, 20), 0.1, 5, 10, (0.5,)),
+    "generated_blossoms": Setting((66, 16, 20), 0.1, 5, 10, (0.2, 0.4, 0.6, 0.8)),
+    "generated_aeroplanes": Setting((64, 16, 20), 0.1, 5, 10, (0.5,)),
 }
+OWN = Setting((64, 16, 20), 0.1, 5, 10, (0.5,))  # of a person's own folder of images; its classes in these proportions
 SCHEDULES = {
     "paper": {},  # Config's defaults, Table 1
     # The same network, alpha, k and Adam, on fewer and smaller meta-batches; log-variances have less time to travel.
-    "cpu": dict(query=5, meta_batch=4, iterations=400, eval_every=200, hessian_tasks=100, mc_samples=1,
-                logvar_rate=0.005),
+    "cpu": dict(query=5, meta_batch=4, iterations="300", toe_longer=True, eval_every=300, hessian_tasks=100,
+                mc_samples=1, logvar_rate=0.005),
 }
-EXPERIMENTS = {"triathlon": "omniglot,mini_quickdraw,cifar_fs", "run": ""}  # run: any --sequence
 
 
-class Problem(Exception):
-    """Something the person can put right: shown as one sentence, exit status 2."""
+class Experiment(NamedTuple):
+    sequence: str  # of datasets
+    settings: dict = {}  # where it differs from the schedules,
+    cpu: dict = {}  # and from the cpu schedule
+
+
+EXPERIMENTS = {
+    "triathlon": Experiment("omniglot,mini_quickdraw,cifar_fs", cpu=dict(iterations="300,300,600")),
+    "pentathlon": Experiment("omniglot,cifar_fs,mini_imagenet,vgg_flowers,aircraft"),
+    "omniglot": Experiment(  # Table 3: not a sequence of datasets, but of tasks of one
+        "omniglot", dict(shot=5, channels=1, meta_batch=1, iterations="50", eval_every=50, inner_rate="0.1",
+                         inner_steps="5", eval_steps="10", past_weight=0.01, hessian_tasks=1, mc_samples=5),
+        dict(tasks=40, query=5, iterations="20", eval_every=20, eval_tasks=20, mc_samples=1, toe_longer=False)),
+    "run": Experiment(""),  # any --sequence
+}
 
 
 def need(condition, sentence: str):
@@ -141,36 +163,47 @@ SPLITS = {  # the published ones: validation and test, all other classes are for
         "n01930112 n01981276 n02099601 n02110063 n02110341 n02116738 n02129165 n02219486 n02443484 n02871525 "
         "n03127925 n03146219 n03272010 n03544143 n03775546 n04146614 n04149813 n04418357 n04522168 n07613480",
     ),
+    "alphabets": (  # of the Omniglot task sequence, Appendix C.4
+        "Anglo-Saxon_Futhorc Arcadian Blackfoot_(Canadian_Aboriginal_Syllabics) Cyrillic Ge_ez Glagolitic N_Ko",
+        "Atemayar_Qelisayer Futurama Greek Mkhedruli_(Georgian) Syriac_(Estrangelo) Syriac_(Serto) Tagalog Tibetan",
+    ),
 }
 
 
 class Dataset(NamedTuple):
     name: str
-    kind: str  # "real" or "generated"
+    kind: str  # "real", "generated" or "own"
+    names: list[str]  # of its classes
     setting: Setting
     images: Tensor  # (n, C, 28, 28) uint8, sorted by class
     first: Tensor  # (classes,) index of each class's first image
     count: Tensor  # (classes,) its number of images
     splits: dict[str, Tensor]  # train, val, test: indices of classes
     most: int  # the largest count
+    alphabet: Tensor | None = None  # (classes,) where the classes of a task are to come from one alphabet
 
 
-def load_dataset(name: str, folder: Path, device="cpu") -> Dataset:
-    """data/<name>.npz, or a drawing from memory for a generated dataset, as classes and their split."""
-    if name in DRAW:
-        pictures, labels = zip(*DRAW[name](np.random.default_rng(0), sum(DATASETS[name].classes)))
-        images, labels, names = np.stack(pictures), np.array(labels), [f"{c:04d}" for c in range(1 + labels[-1])]
-    else:
+def load_dataset(name: str, folder: Path, device="cpu", channels=3) -> Dataset:
+    """data/<name>.npz, a generated dataset drawn from memory, or a person's own folder, as classes and their split."""
+    kind, setting = "generated" if name.startswith("generated") else "real", DATASETS.get(name, OWN)
+    if kind == "generated":
+        pictures, labels = zip(*data_prep.DRAW[name](np.random.default_rng(0), sum(setting.classes)))
+        images, labels = np.stack(pictures), np.array(labels)
+        names = [f"{c // 10:02d}/{c % 10}" for c in range(1 + labels[-1])]
+    elif name in DATASETS:
         images, labels, names = read_npz(folder / f"{name}.npz")
+    else:
+        kind, (images, labels, names) = "own", data_prep.read_folder(Path(name), "L" if channels == 1 else "RGB")
+        name, n = Path(name).resolve().name, len(names)
+        setting = setting._replace(classes=(n - n * 16 // 100 - n * 20 // 100, n * 16 // 100, n * 20 // 100))
     if images.ndim == 3:
         images = images[..., None]
     count = np.bincount(labels, minlength=len(names))
-    splits = split_classes(name, list(names))
+    splits = split_classes(name, list(names), setting.classes)
     on_device = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device)
     return Dataset(
-        name, "generated" if name in DRAW else "real", DATASETS[name], on_device(images.transpose(0, 3, 1, 2)),
-        on_device(np.cumsum(count) - count), on_device(count), {s: on_device(np.array(c)) for s, c in splits.items()},
-        int(count.max()),
+        name, kind, list(names), setting, on_device(images.transpose(0, 3, 1, 2)), on_device(np.cumsum(count) - count),
+        on_device(count), {s: on_device(np.array(c, int)) for s, c in splits.items()}, int(count.max()),
     )
 
 
@@ -189,93 +222,26 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return images, labels, names
 
 
-def split_classes(name: str, names: list[str]) -> dict[str, list[int]]:
+def split_classes(name: str, names: list[str], sizes: tuple[int, int, int]) -> dict[str, list[int]]:
     """The published split where there is one, else at random: in the order of the names' md5, the same everywhere."""
     if name in SPLITS:
         parts = dict(zip(("val", "test"), (part.split() for part in SPLITS[name])))
         parts["train"] = [n for n in names if n not in parts["val"] + parts["test"]]
     else:
-        a, b, c = DATASETS[name].classes
+        a, b, c = sizes
         shuffled = sorted(names, key=lambda n: hashlib.md5(n.encode()).digest())
         parts = {"train": shuffled[:a], "val": shuffled[a : a + b], "test": shuffled[a + b : a + b + c]}
     found = tuple(len(set(parts[s]) & set(names)) for s in ("train", "val", "test"))
-    need(found == DATASETS[name].classes, f"{name} splits into {found} classes for training, validation and test, "
-         f"not {DATASETS[name].classes}; delete its file and make it again with: bash run.sh data")
+    need(found == sizes, f"{name} splits into {found} classes for training, validation and test, "
+         f"not {sizes}; delete its file and make it again with: bash run.sh data")
     return {s: sorted(names.index(n) for n in part) for s, part in parts.items()}
-
-
-def wobble(rng, points, jitter, turn, stretch):
-    """One person's hand: jitter points (n, 2) of the square [-1, 1]^2, then turn, stretch and shift them all."""
-    a = rng.normal(0, turn)
-    turned = np.array([[np.cos(a), -np.sin(a)], [np.sin(a), np.cos(a)]]) @ (np.eye(2) + rng.normal(0, stretch, (2, 2)))
-    return (points + rng.normal(0, jitter, points.shape)) @ turned.T + rng.normal(0, stretch / 2, 2)
-
-
-def ink(lines, width):
-    """Dark lines on white, drawn at three times the size for smooth edges."""
-    image = Image.new("L", (84, 84), 255)
-    for line in lines:
-        ImageDraw.Draw(image).line([tuple(p) for p in (line * 0.75 + 1) * 42], 0, width, joint="curve")
-    return np.asarray(image.resize((28, 28), Image.Resampling.BILINEAR))
-
-
-def draw_characters(rng, classes, each=20):
-    """A class is two to four curved strokes; each drawing bends, turns and stretches them."""
-    t = np.linspace(0, 1, 12)[:, None]
-    bezier = np.concatenate([(1 - t) ** 2, 2 * t * (1 - t), t * t], 1)  # (12, 3)
-    for c in range(classes):
-        knots = rng.uniform(-1, 1, (rng.integers(2, 5), 3, 2))
-        for _ in range(each):
-            hand = wobble(rng, knots.reshape(-1, 2), 0.1, 0.12, 0.12).reshape(knots.shape)
-            yield ink(bezier @ hand, int(rng.integers(4, 7))), c
-
-
-def draw_doodles(rng, classes, each=30):
-    """A class is two to four outlines of polygons; each doodle moves, scales, mirrors them and adds a stray line."""
-    for c in range(classes):
-        parts = [(rng.integers(3, 8), rng.uniform(-0.5, 0.5, 2), rng.uniform(0.2, 0.6, 2), rng.uniform(0, 6.3))
-                 for _ in range(rng.integers(2, 5))]
-        for _ in range(each):
-            lines = [rng.uniform(-1, 1, 2) + rng.normal(0, 0.3, (4, 2))]
-            for corners, centre, radius, phase in parts:
-                t = np.linspace(0, 2 * np.pi, corners + 1)[:, None] + phase
-                size = radius * rng.lognormal(0, 0.25)
-                lines.append(centre + rng.normal(0, 0.12, 2) + size * np.concatenate([np.cos(t), np.sin(t)], 1))
-            hand = wobble(rng, np.concatenate(lines), 0.04, 0.3, 0.15) * [rng.choice([-1, 1]), 1]
-            yield ink(np.split(hand, np.cumsum([len(line) for line in lines])[:-1]), int(rng.integers(2, 5))), c
-
-
-def draw_textures(rng, classes, each=40):
-    """A class is two colours and a pattern of waves; each image shifts both, adds noise and hides a disc of it."""
-    y, x = np.mgrid[-1:1:28j, -1:1:28j]
-    for c in range(classes):
-        colours, pitch, angle = rng.uniform(40, 215, (2, 3)), rng.uniform(2, 9), rng.uniform(0, np.pi)
-        mix, sharp = rng.uniform(0, 1), rng.uniform(0.5, 4)
-        for _ in range(each):
-            a, f, shift = angle + rng.normal(0, 0.25), pitch * rng.lognormal(0, 0.15), rng.uniform(0, 6.3, 3)
-            along, across = np.cos(a) * x + np.sin(a) * y, np.cos(a) * y - np.sin(a) * x
-            wave = (1 - mix) * np.sin(f * along + shift[0])
-            wave += mix * np.sin(1.3 * f * across + shift[1]) * np.sin(2 * x + shift[2])
-            m = 1 / (1 + np.exp(-sharp * wave))[..., None]
-            light, dark = colours + rng.normal(0, 28, (2, 3))
-            image = (m * light + (1 - m) * dark) * rng.uniform(0.6, 1.2) + rng.normal(0, 22, (28, 28, 3))
-            (u, v), radius = rng.uniform(-0.7, 0.7, 2), rng.uniform(0.2, 0.5)
-            image[(x - u) ** 2 + (y - v) ** 2 < radius**2] = rng.uniform(20, 235, 3)
-            yield image.clip(0, 255).astype(np.uint8), c
-
-
-DRAW = {
-    "generated_characters": draw_characters,
-    "generated_doodles": draw_doodles,
-    "generated_textures": draw_textures,
-}
 
 
 def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> list[Dataset]:
     """These datasets; a generated one stands in, under its own name, for each that is not in the folder."""
-    names = [n if (folder / f"{n}.npz").exists() else DATASETS[n].stand_in or n for n in names]
-    sequence = [load_dataset(n, folder, device) for n in names]
-    for field in ("inner_rate", "inner_steps", "eval_steps"):
+    names = [n if (folder / f"{n}.npz").exists() else DATASETS.get(n, OWN).stand_in or n for n in names]
+    sequence = [load_dataset(n, folder, device, cfg.channels) for n in names]
+    for field in ("iterations", "inner_rate", "inner_steps", "eval_steps"):
         values = [v for v in getattr(cfg, field).split(",") if v]
         need(len(values) in (0, 1, len(names)), f"--{field.replace('_', '-')} {getattr(cfg, field)} has "
              f"{len(values)} values; give one, or one for each of the {len(names)} datasets.")
@@ -295,6 +261,31 @@ def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> 
     return sequence
 
 
+def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset], Dataset]:
+    """Omniglot as tasks that arrive one by one, each a dataset of its own; and its unseen alphabets, to evaluate on.
+
+    A class is named alphabet/character. Alphabets come in random order, each cut into tasks of cfg.way characters,
+    none in two of them; evaluation takes the characters of a task from one alphabet too.
+    DIFFERS: the last, incomplete task of an alphabet is left out, 24 of the paper's 254.
+    """
+    alphabets: dict[str, list[int]] = {}
+    for c, name in enumerate(data.names):
+        alphabets.setdefault(name.split("/")[0], []).append(c)
+    val, test = (part.split() for part in SPLITS["alphabets"])
+    if data.kind == "generated":
+        val, test = list(alphabets)[4::5], list(alphabets)[3::5]
+    rng, sequence, index = np.random.default_rng(seed), [], lambda c: torch.tensor(c).to(data.first)
+    data = data._replace(setting=data.setting._replace(turns=1))
+    for alphabet in rng.permutation([a for a in alphabets if a not in val + test]):
+        letters = rng.permutation(alphabets[alphabet])
+        for k in range(len(letters) // cfg.way):
+            task = {"train": index(letters[k * cfg.way : (k + 1) * cfg.way])}
+            sequence.append(data._replace(name=f"{alphabet} {k + 1}", splits=task))
+    unseen = {s: index([c for a in part for c in alphabets[a]]) for s, part in (("val", val), ("test", test))}
+    alphabet = index([list(alphabets).index(name.split("/")[0]) for name in data.names])
+    return sequence[: cfg.tasks], data._replace(name="unseen alphabets", splits=unseen, alphabet=alphabet)
+
+
 def stream(device, *key) -> torch.Generator | None:
     """A generator seeded by what it is for, so that a resumed run draws exactly what the unbroken one did."""
     seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little") >> 1
@@ -308,6 +299,9 @@ def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Ten
     """
     device, classes = data.images.device, data.splits[split]
     u = torch.rand(tasks, data.setting.turns * len(classes), generator=rng, device=device)
+    if data.alphabet is not None:  # that of the class with the largest random number
+        alphabet = data.alphabet[classes]
+        u = u.masked_fill(alphabet != alphabet[u.argmax(1)][:, None], -1)
     chosen = u.topk(cfg.way).indices  # (T, N): the largest of random numbers are a random choice without repetition
     turn, c = chosen // len(classes), classes[chosen % len(classes)]
     u = torch.rand(tasks, cfg.way, data.most, generator=rng, device=device)
@@ -382,7 +376,8 @@ def network(p: Params, x: Tensor, apply=None) -> Tensor:
     """Logits (T, B, N) of T networks for x (T, B, C, 28, 28); `apply` stands in for `layer`, to watch or to sample."""
     T, fast, apply = len(x), apply is None, apply or layer
     x = x.transpose(0, 1).flatten(1, 2)  # (B, T*C, 28, 28)
-    x = x.contiguous(memory_format=torch.channels_last if T == 1 else torch.contiguous_format)  # the faster of the two
+    once = p["conv1.weight"].is_leaf  # no second backward pass will follow: channels-last is then the faster layout
+    x = x.contiguous(memory_format=torch.channels_last if once else torch.contiguous_format)
     for i in range(1, 5):
         x = first_layer(p, x) if i == 1 and fast else apply(p, f"norm{i}", apply(p, f"conv{i}", x))
         x = F.relu(F.max_pool2d(x, 2))  # the same as ReLU first, on a quarter of the values
@@ -758,7 +753,8 @@ class Variational(Point):
 
     def absorb(self, theta, data, rng):
         self.prior = {n: (theta[n].detach().clone(), self.extra[n].detach().clone()) for n in theta}
-        self.history.append({n: v.detach().exp().mean((2, 3)) for n, v in self.extra.items() if n.startswith("conv")})
+        new = {n: v.detach().exp().mean((2, 3)) for n, v in self.extra.items() if n.startswith("conv")}
+        self.history = (self.history + [new])[:10]  # enough for the figure
 
     def predict(self, p, x, rng):
         variance = spread({n: v.detach().exp() for n, v in self.extra.items()}, len(x))
@@ -785,7 +781,7 @@ def evaluate(theta: Params, posterior: Point, data: Dataset, cfg: Config, seed: 
     rng = stream(device, seed, "evaluate", data.name)
     index = sample_tasks(data, cfg.split, cfg.eval_tasks, cfg, rng)
     found: dict[str, list[Tensor]] = {}
-    for some in index.split(20):
+    for some in index.split(4 if device.type == "cpu" else cfg.eval_tasks):
         x_s, y_s, x_q, y_q = fetch(data, some, cfg)
         p, _ = adapt(leaves(spread(theta, len(some))), x_s, y_s, data.setting.inner_rate, data.setting.eval_steps)
         with torch.no_grad():
@@ -834,6 +830,12 @@ METHODS = {  # in the order that shows the contrast early
 }
 
 
+def method_of(name: str) -> Method:
+    """The row of "bomla", or of "bomla@1000": BomLA with a lambda of its own."""
+    row, weight = METHODS[name.partition("@")[0]], name.partition("@")[2]
+    return row._replace(label=f"{row.label}, lambda = {weight}") if weight else row
+
+
 class Tasks:
     """The meta-batches of a method: lists of (dataset, indices of its tasks)."""
 
@@ -841,15 +843,20 @@ class Tasks:
         self.source, self.sequence, self.cfg, self.seed = source, sequence, cfg, seed
         self.buffer = buffer  # of each dataset so far its tasks (J*M, N, K+Q), filled as they arrive
 
+    def iterations(self, t: int) -> int:
+        longer = self.source == "all" and self.cfg.toe_longer
+        return sum(d.setting.iterations for d in self.sequence[0 if longer else t : t + 1])
+
     def plan(self, t: int, i: int) -> list[int]:
         """How many tasks of this meta-batch come from each of the datasets 0..t."""
-        M, J = self.cfg.meta_batch, self.cfg.iterations
+        M = self.cfg.meta_batch
         if self.source == "current":
             return [0] * t + [M]
-        if self.source == "all":  # evenly; what does not divide goes round
-            owners = torch.tensor([(i * M + m) % (t + 1) for m in range(M)])
+        if self.source == "all":  # evenly: dealt out in rounds, each in an order of its own
+            order = lambda turn: torch.randperm(t + 1, generator=stream("cpu", self.seed, "plan", t, turn))
+            owners = torch.stack([order(n // (t + 1))[n % (t + 1)] for n in range(i * M, (i + 1) * M)])
         else:  # uniformly over all tasks in the buffer; drawn on the host, which needs the counts
-            sizes = torch.tensor([J * M] * t + [(i + 1) * M], dtype=torch.double)
+            sizes = torch.tensor([d.setting.iterations for d in self.sequence[:t]] + [i + 1], dtype=torch.double)
             owners = sizes.multinomial(M, replacement=True, generator=stream("cpu", self.seed, "plan", t, i))
         return torch.bincount(owners, minlength=t + 1).tolist()
 
@@ -860,7 +867,7 @@ class Tasks:
         batch = []
         for j, tasks in enumerate(self.plan(t, i)):
             if tasks and self.source == "buffer":
-                size = self.cfg.meta_batch * (self.cfg.iterations if j < t else i + 1)
+                size = self.cfg.meta_batch * (self.iterations(j) if j < t else i + 1)
                 rows = torch.randint(size, (tasks,), generator=rng, device=self.buffer[j].device)
                 batch.append((self.sequence[j], self.buffer[j][rows]))
             elif tasks:
@@ -871,7 +878,7 @@ class Tasks:
         M = self.cfg.meta_batch
         new = sample_tasks(self.sequence[t], "train", M, self.cfg, rng)
         if len(self.buffer) == t:
-            self.buffer.append(new.new_zeros(M * self.cfg.iterations, *new.shape[1:]))
+            self.buffer.append(new.new_zeros(M * self.iterations(t), *new.shape[1:]))
         self.buffer[t][i * M : (i + 1) * M] = new
 
 
@@ -894,23 +901,23 @@ def new_optimiser(theta: Params, posterior: Point, cfg: Config) -> torch.optim.A
     return torch.optim.Adam([dict(params=list(theta.values())), *extra], lr=cfg.outer_rate)
 
 
-def run(cfg: Config, facts: dict, sequence: list[Dataset], out: Path, tell):
-    """Algorithm 1 for one method and one seed; `tell(share done, text)` hears of the progress.
+def run(cfg: Config, facts: dict, sequence: list[Dataset], judges: list[Dataset], out: Path, tell):
+    """Algorithm 1 for one method and one seed, evaluated on the judges; `tell(share done, text)` hears of the progress.
 
     Everything random is a function of the seed, the stage and the iteration, so a resumed run repeats an unbroken one.
     """
-    row, seed, device, J = METHODS[facts["method"]], facts["seed"], sequence[0].images.device, cfg.iterations
-    facts = facts | dict(sequence=[d.name for d in sequence])
-    state = resume(out, facts | dataclasses.asdict(cfg), device)
+    row, seed, device = method_of(facts["method"]), facts["seed"], sequence[0].images.device
+    facts = facts | dict(stages=len(sequence), judges=[d.name for d in judges])
+    state = resume(out, facts | dict(sequence=[d.name for d in sequence]) | dataclasses.asdict(cfg), device)
     fresh = lambda t: init_params(cfg, stream("cpu", seed, "init", t), device)
     theta = state["theta"] or fresh(0)
     posterior = row.posterior(cfg, theta)
     posterior.load(state["posterior"])
     tasks = Tasks(row.data, sequence, cfg, seed, state["buffer"])
     clock = time.time() - state["seconds"]
-    cost = [1 + d.setting.inner_steps for d in sequence]  # of an iteration, roughly
+    cost = [tasks.iterations(t) * (1 + d.setting.inner_steps) for t, d in enumerate(sequence)]  # roughly
     for t in range(state["stage"], len(sequence)):  # line 3: a dataset arrives
-        begin, state["iteration"] = state["iteration"], 0
+        begin, state["iteration"], J = state["iteration"], 0, tasks.iterations(t)
         if row.start == "scratch" and t > 0 and begin == 0:
             theta = fresh(t)
         optimiser = new_optimiser(theta, posterior, cfg)
@@ -929,7 +936,7 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], out: Path, tell):
             if (i + 1) % cfg.eval_every == 0 or i + 1 == J:
                 need(torch.isfinite(loss), f"the loss of {facts['method']} became {loss.item()} on {sequence[t].name} "
                      f"by iteration {i + 1}; try a smaller --outer-rate or --inner-rate.")
-                for data in sequence:
+                for data in judges:
                     found = evaluate(theta, posterior, data, cfg, seed)
                     where = dict(stage=t + 1, trained=sequence[t].name, iteration=i + 1, iterations=J)
                     where["evaluated"] = data.name
@@ -943,8 +950,7 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], out: Path, tell):
 
 
 def kind_of(sequence: list[Dataset]) -> str:
-    kinds = {d.kind for d in sequence}
-    return kinds.pop() if len(kinds) == 1 else "real and generated"
+    return " and ".join(sorted({d.kind for d in sequence}, reverse=True))
 
 
 def digest(cfg: Config, sequence: list[Dataset]) -> str:
@@ -998,7 +1004,7 @@ def read_records(folder: Path, like: dict | None = None) -> dict[tuple[str, int]
 
     Given `like`, some facts of a row, runs of other facts are left out, and named.
     """
-    runs = {}
+    runs, order = {}, lambda m, s: (list(METHODS).index(m.split("@")[0]), float(m.partition("@")[2] or 0), s)
     for path in folder.glob("*/record.jsonl"):
         lines = path.read_text().split("\n")[:-1]  # a last line without its end is still being written
         try:
@@ -1009,7 +1015,7 @@ def read_records(folder: Path, like: dict | None = None) -> dict[tuple[str, int]
             print(f"left out: {path.parent} is a run of other settings")
         elif rows:
             runs[rows[0]["method"], rows[0]["seed"]] = rows
-    return dict(sorted(runs.items(), key=lambda item: (list(METHODS).index(item[0][0]), item[0][1])))
+    return dict(sorted(runs.items(), key=lambda item: order(*item[0])))
 
 
 def interval(values: list[float], task_ci: list[float]) -> float:
@@ -1022,7 +1028,7 @@ def interval(values: list[float], task_ci: list[float]) -> float:
 def finished(rows: list[dict]) -> dict[tuple[int, str], dict]:
     """(stage, dataset) -> the evaluation at the end of the stage, where all of them are there."""
     ends = {(r["stage"], r["evaluated"]): r for r in rows if r["iteration"] == r["iterations"]}
-    return {(t, n): r for (t, n), r in ends.items() if all((t, other) in ends for other in r["sequence"])}
+    return {(t, n): r for (t, n), r in ends.items() if all((t, other) in ends for other in r["judges"])}
 
 
 def summarise(runs: dict) -> dict:
@@ -1031,8 +1037,8 @@ def summarise(runs: dict) -> dict:
     Seeds that have not come as far as the others of their method do not count yet.
     """
     first = next(iter(runs.values()))[0]
-    names = first["sequence"]
-    summary = {k: first[k] for k in ("experiment", "schedule", "data")} | dict(datasets=names, methods={})
+    names, total = first["judges"], first["stages"]
+    summary = {k: first[k] for k in ("experiment", "schedule", "data", "stages")} | dict(datasets=names, methods={})
     for method in dict.fromkeys(m for m, _ in runs):
         ends = {s: finished(rows) for (m, s), rows in runs.items() if m == method}
         stages = max(len(e) for e in ends.values()) // len(names)
@@ -1040,22 +1046,25 @@ def summarise(runs: dict) -> dict:
         grid = lambda of: [[of([e[t + 1, n] for e in ends.values()]) for n in names] for t in range(stages)]
         accuracy = grid(lambda rows: round(float(np.mean([r["accuracy"] for r in rows])), 4))
         ci95 = grid(lambda rows: round(interval([r["accuracy"] for r in rows], [r["ci95"] for r in rows]), 4))
-        after = {n: [row[j] for row in accuracy[j:]] for j, n in enumerate(names[:stages])}
+        seconds = [[e[t + 1, names[0]]["seconds"] for t in range(stages)] for e in ends.values()]
         summary["methods"][method] = dict(
             seeds=sorted(ends), accuracy=accuracy, ci95=ci95,
-            final_average=round(float(np.mean(accuracy[-1])), 4) if stages == len(names) else None,
-            forgetting={n: round(max(v) - v[-1], 4) for n, v in after.items()},  # peak minus last
-            learning={n: v[0] for n, v in after.items()},  # right after its own stage
-            seconds=round(sum(runs[method, s][-1]["seconds"] for s in ends), 1),
+            final_average=round(float(np.mean(accuracy[-1])), 4) if stages == total else None,
+            seconds=[round(float(v), 1) for v in np.mean(seconds, 0)],  # from the start to the end of each stage
         )
-        if method != "maml" and stages == len(names):
+        if total == len(names):  # a dataset for each stage
+            after = {n: [row[j] for row in accuracy[j:]] for j, n in enumerate(names[:stages])}
+            summary["methods"][method] |= dict(
+                forgetting={n: round(max(v) - v[-1], 4) for n, v in after.items()},  # peak minus last
+                learning={n: v[0] for n, v in after.items()})  # right after its own stage
+        if method != "maml" and stages == total:
             summary["methods"][method]["versus_maml"] = versus(runs, method, "maml", names)
     return summary
 
 
 def versus(runs: dict, one: str, other: str, names: list[str]) -> dict[str, list[float]]:
     """Difference in accuracy after the last stage, seed by seed (same start, same tasks); half its 95 % interval."""
-    last = {key: {n: r for (t, n), r in finished(rows).items() if t == len(names)} for key, rows in runs.items()}
+    last = {key: {n: r for (t, n), r in finished(rows).items() if t == r["stages"]} for key, rows in runs.items()}
     seeds = [s for m, s in runs if m == one and last[m, s] and last.get((other, s))]
     found = {}
     for n in names if seeds else ():
@@ -1067,43 +1076,62 @@ def versus(runs: dict, one: str, other: str, names: list[str]) -> dict[str, list
 
 
 def table(summary: dict) -> str:
-    """Accuracy right after each dataset's own stage -> after the last, in per cent."""
-    names = summary["datasets"]
-    wide = max(18, *(len(n) + 2 for n in names))
-    seeds = {s for m in summary["methods"].values() for s in m["seeds"]}
-    lines = [f"{summary['experiment']}, {summary['data'].upper()} data, {summary['schedule']} schedule, "
-             f"{len(seeds)} seed{'s' * (len(seeds) > 1)}: accuracy in % after its own stage -> after the last",
-             f"{'method':24}" + "".join(f"{n:>{wide}}" for n in names) + f"{'average':>9}{'forgotten':>11}"]
+    """Accuracy in per cent: right after each dataset's own stage -> after the last; or along a sequence of tasks."""
+    names, total, methods = summary["datasets"], summary["stages"], summary["methods"]
+    seeds = {s for m in methods.values() for s in m["seeds"]}
     percent = lambda v: f"{100 * v:.1f}"
-    for method, m in summary["methods"].items():
-        cells, stages = "", len(m["accuracy"])
-        for j, n in enumerate(names):
-            own = f"{percent(m['learning'][n])} -> " if j < stages - 1 else ""
-            last = f"{percent(m['accuracy'][-1][j])} ±{percent(m['ci95'][-1][j])}" if j < stages else ""
-            cells += f"{own + last:>{wide}}"
-        average = percent(m["final_average"]) if m["final_average"] is not None else ""
-        past = [m["forgetting"][n] for n in names[: stages - 1]]
-        forgotten = percent(np.mean(past)) if past else ""
-        lines.append(f"{METHODS[method].label:24}{cells}{average:>9}{forgotten:>11}")
-    for method, m in summary["methods"].items():
+    if total == len(names):
+        what, heads, ends = "after its own stage -> after the last", names, ["average", "forgotten"]
+    else:
+        quarters = sorted({max(1, total * q // 4) for q in (1, 2, 3, 4)})
+        what, heads, ends = f"on {names[0]}", [f"after task {q}" for q in quarters], ["s/task", "later"]
+    wide = max(18, *(len(n) + 2 for n in heads))
+    lines = [f"{summary['experiment']}, {summary['data'].upper()} data, {summary['schedule']} schedule, "
+             f"{len(seeds)} seed{'s' * (len(seeds) > 1)}: accuracy in % {what}",
+             f"{'method':24}" + "".join(f"{n:>{wide}}" for n in heads) + "".join(f"{e:>11}" for e in ends)]
+    for method, m in methods.items():
+        cells, stages = [], len(m["accuracy"])
+        show = lambda t, j: f"{percent(m['accuracy'][t][j])} ±{percent(m['ci95'][t][j])}"
+        if total == len(names):
+            for j, n in enumerate(names[:stages]):
+                cells.append((f"{percent(m['learning'][n])} -> " if j < stages - 1 else "") + show(-1, j))
+            past = [m["forgetting"][n] for n in names[: stages - 1]]
+            ends = [m["final_average"], float(np.mean(past)) if past else None]
+            ends = ["" if v is None else percent(v) for v in ends]
+        else:  # and the time per task, over the first half and over the second
+            cells, half = [show(q - 1, 0) for q in quarters if q <= stages], stages // 2
+            time_of = lambda a, b: (m["seconds"][b - 1] - m["seconds"][a - 1]) / max(b - a, 1)
+            ends = [f"{time_of(1, half):.1f}", f"{time_of(half, stages):.1f}"] if half > 1 else ["", ""]
+        cells += [""] * (len(heads) - len(cells))
+        lines.append(f"{method_of(method).label:24}" + "".join(f"{c:>{wide}}" for c in cells)
+                     + "".join(f"{e:>11}" for e in ends))
+    for method, m in methods.items():
         if m.get("versus_maml"):
-            lines.append(f"  {METHODS[method].label} minus sequential MAML, after the last: " + ", ".join(
+            lines.append(f"  {method_of(method).label} minus sequential MAML, after the last: " + ", ".join(
                 f"{n} {100 * d:+.1f} ±{100 * half:.1f}" for n, (d, half) in m["versus_maml"].items()))
     return "\n".join(lines)
 
 
-def curve(runs: dict, method: str, stage: int, evaluated: str) -> tuple[list[int], np.ndarray]:
-    """Iterations and accuracies (seeds, points) of one line of the figure; it starts where the last stage ended."""
+def curve(runs: dict, method: str, stage: int, evaluated: str) -> tuple[list[float], np.ndarray]:
+    """Shares of the stage and accuracies (seeds, points) of one line of the figure; it starts where the last stage ended."""
     series = []
     for (m, _), rows in runs.items():
         mine = [r for r in rows if m == method and r["evaluated"] == evaluated]
-        now = [(r["iteration"], r["accuracy"]) for r in mine if r["stage"] == stage]
-        before = [(0, r["accuracy"]) for r in mine if r["stage"] == stage - 1][-1:]
+        now = [(r["iteration"] / r["iterations"], r["accuracy"]) for r in mine if r["stage"] == stage]
+        before = [(0.0, r["accuracy"]) for r in mine if r["stage"] == stage - 1][-1:]
         if now:
-            series.append(before * (METHODS[m].start == "previous") + now)
+            series.append(before * (method_of(m).start == "previous") + now)
     points = min((len(s) for s in series), default=0)
-    iterations = [i for i, _ in series[0][:points]] if points else []
-    return iterations, np.array([[a for _, a in s[:points]] for s in series])
+    shares = [i for i, _ in series[0][:points]] if points else []
+    return shares, np.array([[a for _, a in s[:points]] for s in series])
+
+
+def along(runs: dict, method: str) -> tuple[list[float], np.ndarray]:
+    """The same for a sequence of tasks: shares of the sequence and accuracies (seeds, points) after each task."""
+    series = [[r for (_, _), r in sorted(finished(rows).items())] for (m, _), rows in runs.items() if m == method]
+    points = min(len(rows) for rows in series)
+    shares = [(r["stage"] / r["stages"]) for r in series[0][:points]]
+    return shares, np.array([[r["accuracy"] for r in rows[:points]] for rows in series])
 
 
 SCALE = 3  # figures are drawn this many times as large, then reduced: smooth lines
@@ -1113,56 +1141,62 @@ def write(draw, x, y, words, size=11, anchor="mm"):
     draw.text((x * SCALE, y * SCALE), words, "#222222", ImageFont.load_default(size * SCALE), anchor)
 
 
-def panel(draw, x0, y0, width, height, lines, longest, low, high, left_labels, bottom_labels):
-    """One plot: lines of (colour, iterations, accuracies (seeds, points)), each a mean with a band of one sd."""
-    place = lambda i, a: ((x0 + width * i / longest) * SCALE, (y0 + height * (high - a) / (high - low)) * SCALE)
-    draw.rectangle([place(0, high), place(longest, low)], outline="#999999", width=SCALE)
+def panel(draw, x0, y0, width, height, lines, low, high, left_labels, bottom_labels):
+    """One plot: lines of (colour, shares of the stage, accuracies (seeds, points)), each a mean with a band of one sd."""
+    place = lambda i, a: ((x0 + width * i) * SCALE, (y0 + height * (high - a) / (high - low)) * SCALE)
+    draw.rectangle([place(0, high), place(1, low)], outline="#999999", width=SCALE)
     for tick in np.arange(low, high + 0.001, 0.1 if high - low <= 0.55 else 0.2):
-        draw.line([place(0, tick), place(longest, tick)], "#00000022", SCALE)
+        draw.line([place(0, tick), place(1, tick)], "#00000022", SCALE)
         if left_labels:
             write(draw, x0 - 6, place(0, tick)[1] / SCALE, f"{100 * tick:.0f}", anchor="rm")
-    for i in (0, longest // 2, longest) if bottom_labels else ():
-        write(draw, place(i, low)[0] / SCALE, y0 + height + 12, f"{i}", anchor="rm" if i == longest else "mm")
-    for colour, iterations, a in lines:
+    for i in (0, 0.5, 1) if bottom_labels else ():
+        write(draw, place(i, low)[0] / SCALE, y0 + height + 12, f"{100 * i:.0f} %", anchor=("lm", "mm", "rm")[int(2 * i)])
+    for colour, shares, a in lines:
         if len(a) > 1:
-            top, bottom = ([place(i, v) for i, v in zip(iterations, a.mean(0) + s * a.std(0))] for s in (1, -1))
+            top, bottom = ([place(i, v) for i, v in zip(shares, a.mean(0) + s * a.std(0))] for s in (1, -1))
             draw.polygon(top + bottom[::-1], colour + "33")
-        points = [place(i, v) for i, v in zip(iterations, a.mean(0))]
+        points = [place(i, v) for i, v in zip(shares, a.mean(0))]
         draw.line(points, colour, 2 * SCALE, joint="curve")
         for x, y in points:
             draw.ellipse([x - 2 * SCALE, y - 2 * SCALE, x + 2 * SCALE, y + 2 * SCALE], colour)
 
 
 def figure(runs: dict, summary: dict, path: Path):
-    """The paper's grid. Rows: dataset evaluated; columns: dataset trained; a line per method, a band over seeds."""
-    names, methods = summary["datasets"], list(summary["methods"])
-    width, height, left, top, gap = 250, 150, 80, 92, 14
-    size = (max(720, left + len(names) * (width + gap) + 10), top + len(names) * (height + gap) + 44)
+    """The paper's grid. Rows: dataset evaluated; columns: dataset trained; a line per method, a band over seeds.
+
+    Of a sequence of tasks: one plot, along the sequence.
+    """
+    names, methods, total = summary["datasets"], list(summary["methods"]), summary["stages"]
+    grid = total == len(names)
+    columns, (width, height) = (len(names), (250, 150)) if grid else (1, (720, 360))
+    left, top, gap, spare = 80, 92, 14, iter(("#e69f00", "#56b4e9", "#8c564b", "#7f7f7f") * 9)
+    colour = {m: next(spare) if "@" in m else method_of(m).colour for m in methods}
+    size = (max(820, left + columns * (width + gap) + 10), top + len(names) * (height + gap) + 44)
     image = Image.new("RGB", (size[0] * SCALE, size[1] * SCALE), "white")
     draw = ImageDraw.Draw(image, "RGBA")
     facts = f"({summary['data']} data, {summary['schedule']} schedule)"
     write(draw, left, 18, f"{summary['experiment']}: accuracy on unseen classes, %   {facts}", 16, "lm")
-    write(draw, left + (size[0] - left) / 2, size[1] - 14, "meta-training iterations", 13)
+    below = "share of the meta-training on that dataset" if grid else f"share of the {total} tasks"
+    write(draw, left + (size[0] - left) / 2, size[1] - 14, below, 13)
     x = left
     for method in methods:
-        draw.line([x * SCALE, 44 * SCALE, (x + 22) * SCALE, 44 * SCALE], METHODS[method].colour, 3 * SCALE)
-        write(draw, x + 28, 44, METHODS[method].label, 13, "lm")
-        x += 46 + ImageFont.load_default(13).getlength(METHODS[method].label)
+        draw.line([x * SCALE, 44 * SCALE, (x + 22) * SCALE, 44 * SCALE], colour[method], 3 * SCALE)
+        write(draw, x + 28, 44, method_of(method).label, 13, "lm")
+        x += 46 + ImageFont.load_default(13).getlength(method_of(method).label)
     for j, name in enumerate(names):
-        lines = [[(METHODS[m].colour, *curve(runs, m, t + 1, name)) for m in methods] for t in range(len(names))]
+        of = (lambda m, t: curve(runs, m, t + 1, name)) if grid else (lambda m, t: along(runs, m))
+        lines = [[(colour[m], *of(m, t)) for m in methods] for t in range(columns)]
         lines = [[line for line in stage if line[1]] for stage in lines]
         values = np.concatenate([a.ravel() for stage in lines for _, _, a in stage])
         low, high = math.floor(values.min() * 10) / 10, math.ceil(values.max() * 10 - 1e-9) / 10
-        longest = max(line[1][-1] for stage in lines for line in stage)
         y = top + j * (height + gap)
-        write(draw, left + j * (width + gap) + width / 2, top - 16, f"training on {name}", 13)
+        write(draw, left + j * (width + gap) + width / 2, top - 16, f"training on {name}" if grid else name, 13)
         for t, stage in enumerate(lines):
-            x = left + t * (width + gap)
-            last = j + 1 == len(names)
-            panel(draw, x, y, width, height, stage, longest, low, high + 0.1 * (low == high), t == 0, last)
+            x, last = left + t * (width + gap), j + 1 == len(names)
+            panel(draw, x, y, width, height, stage, low, high + 0.1 * (low == high), t == 0, last)
         label = Image.new("L", (height * SCALE, 20 * SCALE))
         font = ImageFont.load_default(13 * SCALE)
-        ImageDraw.Draw(label).text((height * SCALE / 2, 10 * SCALE), name, 255, font, "mm")
+        ImageDraw.Draw(label).text((height * SCALE / 2, 10 * SCALE), name if grid else "", 255, font, "mm")
         image.paste("#222222", (18 * SCALE, y * SCALE), label.rotate(90, expand=True))
     image.resize(size, Image.Resampling.LANCZOS).save(path, optimize=True)
 
@@ -1175,7 +1209,7 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
         if method == "bomvi" and path.exists():
             histories.append(torch.load(path, weights_only=True, map_location="cpu")["posterior"]["history"])
     done = min((len(h) for h in histories), default=0)
-    if not done:
+    if not done or summary["stages"] != len(summary["datasets"]):
         return ""
     names, layers = summary["datasets"][:done], list(histories[0][0])
     over_seeds = lambda f, t, n: float(torch.stack([f(h[t][n]) for h in histories]).mean())
@@ -1315,16 +1349,11 @@ def approximation(folder: Path, nets: int = 10, alpha: float = 0.4) -> str:
 COMMANDS = [*EXPERIMENTS, "approximation"]
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise Problem(f"{message}; see --help")
-
-
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    parser = Parser(prog="boml.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = data_prep.Parser(prog="boml.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", help=f"one of {', '.join(COMMANDS)}")
-    parser.add_argument("--sequence", help=f"datasets in order, comma-separated, of {', '.join(DATASETS)} "
-                        "(default: the experiment's)")
+    parser.add_argument("--sequence", help=f"datasets in order, comma-separated, of {', '.join(DATASETS)}, or a folder "
+                        "that holds a folder of images for each class (default: the experiment's)")
     parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated, of %(default)s (default: all)")
     parser.add_argument("--seeds", default="0", help="comma-separated whole numbers (default: %(default)s)")
     parser.add_argument("--schedule", choices=SCHEDULES, help="default: paper with CUDA, else cpu")
@@ -1340,17 +1369,22 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         cpu = SCHEDULES["cpu"].get(field.name)
         default = f" (default: {field.default}{f'; {cpu} in the cpu schedule' if cpu else ''})"
         kind = {"int": int, "float": float, "str": str, "bool": None}[field.type]
+        kind = str if field.name == "past_weight" else kind  # several may be given
         how = dict(type=kind) if kind else dict(action=argparse.BooleanOptionalAction)
         name, default = f"--{field.name.replace('_', '-')}", default if field.default != "" else ""
         parser.add_argument(name, help=help_of[field.name] + default, **how)
     args = parser.parse_args(argv)
     known = ", ".join(COMMANDS)
     need(args.experiment in COMMANDS, f"{args.experiment!r} is not an experiment; choose from {known}.")
-    args.sequence = args.sequence or EXPERIMENTS.get(args.experiment, "omniglot")
+    experiment = EXPERIMENTS.get(args.experiment, Experiment("omniglot"))
+    args.sequence = args.sequence or experiment.sequence
     need(args.sequence, "run needs --sequence: datasets in order, comma-separated.")
     args.sequence, args.methods, args.seeds = (t.split(",") for t in (args.sequence, args.methods, args.seeds))
     for name in args.sequence:
-        need(name in DATASETS, f"--sequence: {name!r} is not a dataset; choose from {', '.join(DATASETS)}.")
+        need(name in DATASETS or Path(name).is_dir(), f"--sequence: {name!r} is neither a folder nor a dataset; choose "
+             f"from {', '.join(DATASETS)}.")
+    one = args.sequence[0] in ("omniglot", "generated_characters") and len(args.sequence) == 1
+    need(args.experiment != "omniglot" or one, "omniglot takes --sequence omniglot or generated_characters, no other.")
     for option in ("sequence", "methods", "seeds"):
         values = getattr(args, option)
         need(len(set(values)) == len(values), f"--{option} {','.join(values)} names something twice.")
@@ -1365,11 +1399,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         raise Problem(f"--device {args.device} is not to be had here; use cpu.")
     args.schedule = args.schedule or ("paper" if args.device.startswith("cuda") else "cpu")
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
-    cfg = dataclasses.replace(Config(), **SCHEDULES[args.schedule] | given)
+    weights = [number("past_weight", w) for w in given.pop("past_weight", "").split(",") if w]
+    need(all(0 <= w < math.inf for w in weights) and len(set(weights)) == len(weights),
+         f"--past-weight is {args.past_weight}; each value must be 0 or more, and there once.")
+    special = experiment.settings | (experiment.cpu if args.schedule == "cpu" else {})
+    cfg = dataclasses.replace(Config(), **SCHEDULES[args.schedule] | special | given)
+    bomla = ["bomla" if w == cfg.past_weight else f"bomla@{w:g}" for w in weights or [cfg.past_weight]]
+    args.methods = [m for method in args.methods for m in (bomla if method == "bomla" else [method])]
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
         fine = isinstance(value, (str, bool)) or value > 0 or field.name == "initial_logvar"
-        fine = fine or field.name in ("merge_rank", "past_weight") and value == 0
+        fine = fine or field.name == "merge_rank" and value == 0
         need(fine and value == value, f"--{field.name.replace('_', '-')} is {value}; it is out of range.")
     for field, text in (("jacobian_rate", cfg.jacobian_rate or "0"), ("kl_weight", cfg.kl_weight)):
         value = number(field, KL_WEIGHTS.get(text, text))
@@ -1391,10 +1431,15 @@ def work(args, cfg: Config, method: str, seed: int, queue):
 
     try:
         torch.set_num_threads(1)  # two runs side by side on one thread each beat one run on two
-        sequence = load_sequence(args.sequence, cfg, args.data, args.device)
+        sequence = judges = load_sequence(args.sequence, cfg, args.data, args.device)
         facts = dict(experiment=args.experiment, method=method, seed=seed, schedule=args.schedule)
         facts |= dict(data=kind_of(sequence), settings=digest(cfg, sequence))
-        run(cfg, facts, sequence, args.out / args.experiment / job, tell)
+        if args.experiment == "omniglot":
+            sequence, judge = task_sequence(sequence[0], cfg, seed)
+            judges = [judge]
+        if "@" in method:
+            cfg = dataclasses.replace(cfg, past_weight=float(method.split("@")[1]))
+        run(cfg, facts, sequence, judges, args.out / args.experiment / job, tell)
         queue.put((job, 1.0, ""))
     except (Problem, OSError) as problem:
         queue.put((job, None, str(problem)))
@@ -1433,17 +1478,20 @@ def main(argv: list[str]):
     if args.experiment == "approximation":
         return print(approximation(args.out))
     if args.prepare:
-        import data_prep
-
-        data_prep.main([n for n in args.sequence if n in data_prep.UNPACK] + ["--data", str(args.data)])
+        wanted = [n for n in args.sequence if n in data_prep.UNPACK]
+        if wanted:
+            data_prep.main(wanted + ["--data", str(args.data)])
     sequence = load_sequence(args.sequence, cfg, args.data)  # any problem with the data shows before the work starts
     folder = args.out / args.experiment
     pairs = [(m, int(s)) for s in args.seeds for m in args.methods]
     for m, s in pairs if args.fresh else []:
         shutil.rmtree(folder / f"{m}-{s}", ignore_errors=True)
-    print(f"{args.experiment}: " + " -> ".join(f"{d.name} ({d.kind})" for d in sequence))
-    print(f"{args.schedule} schedule on {args.device}: {cfg.iterations} times {cfg.meta_batch} tasks per dataset, "
-          f"{cfg.way}-way {cfg.shot}-shot, {cfg.query} queries per class; records in {folder}/", flush=True)
+    print(f"{args.experiment}, {args.schedule} schedule on {args.device}: meta-batches of {cfg.meta_batch} tasks, "
+          f"{cfg.way}-way {cfg.shot}-shot, {cfg.query} queries per class; records in {folder}/")
+    for d in sequence:
+        classes, k = "/".join(str(d.setting.turns * len(c)) for c in d.splits.values()), d.setting
+        print(f"  {d.name} ({d.kind}): {classes} classes, {len(d.images):,} images; {k.iterations} iterations, "
+              f"alpha {k.inner_rate:g}, k = {k.inner_steps}, in evaluation {k.eval_steps}", flush=True)
     like = dict(schedule=args.schedule, data=kind_of(sequence), settings=digest(cfg, sequence))
     problems = run_all(args, cfg, pairs, lambda: print("\n" + report(folder, like) + "\n", flush=True))
     need(not problems, " ".join(problems))
@@ -1455,7 +1503,7 @@ def run_all(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[str]:
     jobs = args.jobs or (1 if args.device.startswith("cuda") else os.cpu_count())
     context = multiprocessing.get_context("spawn")
     queue, waiting, running, silent, problems = context.Queue(), list(pairs), {}, {}, []
-    progress = Progress([f"{m}-{s}" for m, s in pairs])
+    progress, shown = Progress([f"{m}-{s}" for m, s in pairs]), 0.0
     while waiting or running:
         while waiting and len(running) < jobs:
             m, s = waiting.pop(0)
@@ -1475,7 +1523,9 @@ def run_all(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[str]:
             continue
         progress.tell(job, share, text)
         if not text:  # the end of a stage
-            show()
+            if share == 1.0 or time.time() > shown + 30:
+                show()
+                shown = time.time()
             if share == 1.0:
                 running.pop(job).join()
     return problems

@@ -12,7 +12,7 @@ import urllib.error, urllib.parse, urllib.request
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 
 SOURCES = {  # dataset: (address, md5 of the official file) of each of its archives
     "omniglot": [
@@ -278,6 +278,158 @@ def aircraft(raw, cache):
 
 UNPACK = {"omniglot": omniglot, "mini_quickdraw": mini_quickdraw, "cifar_fs": cifar_fs, "mini_imagenet": mini_imagenet,
           "vgg_flowers": vgg_flowers, "aircraft": aircraft}
+
+def read_folder(path: Path, mode: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """A person's own images, path/<class>/<image>: (n, 28, 28[, 3]) uint8, labels, class names."""
+    names = sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    images, labels = [], []
+    for c, name in enumerate(names):
+        for file in sorted((path / name).iterdir()):
+            if file.suffix.lower() in Image.registered_extensions():
+                images.append(shrink(picture(path, f"{name}/{file.name}", file.read_bytes(), mode)))
+                labels.append(c)
+        if c not in labels[-1:]:
+            raise Problem(f"{path}/{name} holds no images; every folder in {path} is a class of its own.")
+    if not names:
+        raise Problem(f"{path} holds no folders; put the images of each class into a folder of its own.")
+    return np.stack(images), np.array(labels), names
+
+
+# ---------------------------------------------------------------------------------------------------- Drawing
+# Generated datasets, which stand in for those that cannot be had: each function yields (28x28[x3] uint8, class).
+
+
+def wobble(rng, points, jitter, turn, stretch):
+    """One person's hand: jitter points (n, 2) of the square [-1, 1]^2, then turn, stretch and shift them all."""
+    a = rng.normal(0, turn)
+    turned = np.array([[np.cos(a), -np.sin(a)], [np.sin(a), np.cos(a)]]) @ (np.eye(2) + rng.normal(0, stretch, (2, 2)))
+    return (points + rng.normal(0, jitter, points.shape)) @ turned.T + rng.normal(0, stretch / 2, 2)
+
+
+def ink(lines, width):
+    """Dark lines on white, drawn at three times the size for smooth edges."""
+    image = Image.new("L", (84, 84), 255)
+    for line in lines:
+        ImageDraw.Draw(image).line([tuple(p) for p in (line * 0.75 + 1) * 42], 0, width, joint="curve")
+    return np.asarray(image.resize((28, 28), Image.Resampling.BILINEAR))
+
+
+def draw_characters(rng, classes, each=20):
+    """A class is two to four curved strokes; each drawing bends, turns and stretches them."""
+    t = np.linspace(0, 1, 12)[:, None]
+    bezier = np.concatenate([(1 - t) ** 2, 2 * t * (1 - t), t * t], 1)  # (12, 3)
+    for c in range(classes):
+        knots = rng.uniform(-1, 1, (rng.integers(2, 5), 3, 2))
+        for _ in range(each):
+            hand = wobble(rng, knots.reshape(-1, 2), 0.1, 0.12, 0.12).reshape(knots.shape)
+            yield ink(bezier @ hand, int(rng.integers(4, 7))), c
+
+
+def draw_doodles(rng, classes, each=30):
+    """A class is two to four outlines of polygons; each doodle moves, scales, mirrors them and adds a stray line."""
+    for c in range(classes):
+        parts = [(rng.integers(3, 8), rng.uniform(-0.5, 0.5, 2), rng.uniform(0.2, 0.6, 2), rng.uniform(0, 6.3))
+                 for _ in range(rng.integers(2, 5))]
+        for _ in range(each):
+            lines = [rng.uniform(-1, 1, 2) + rng.normal(0, 0.3, (4, 2))]
+            for corners, centre, radius, phase in parts:
+                t = np.linspace(0, 2 * np.pi, corners + 1)[:, None] + phase
+                size = radius * rng.lognormal(0, 0.25)
+                lines.append(centre + rng.normal(0, 0.12, 2) + size * np.concatenate([np.cos(t), np.sin(t)], 1))
+            hand = wobble(rng, np.concatenate(lines), 0.04, 0.3, 0.15) * [rng.choice([-1, 1]), 1]
+            yield ink(np.split(hand, np.cumsum([len(line) for line in lines])[:-1]), int(rng.integers(2, 5))), c
+
+
+def draw_textures(rng, classes, each=40):
+    """A class is two colours and a pattern of waves; each image shifts both, adds noise and hides a disc of it."""
+    y, x = np.mgrid[-1:1:28j, -1:1:28j]
+    for c in range(classes):
+        colours, pitch, angle = rng.uniform(40, 215, (2, 3)), rng.uniform(2, 9), rng.uniform(0, np.pi)
+        mix, sharp = rng.uniform(0, 1), rng.uniform(0.5, 4)
+        for _ in range(each):
+            a, f, shift = angle + rng.normal(0, 0.25), pitch * rng.lognormal(0, 0.15), rng.uniform(0, 6.3, 3)
+            along, across = np.cos(a) * x + np.sin(a) * y, np.cos(a) * y - np.sin(a) * x
+            wave = (1 - mix) * np.sin(f * along + shift[0])
+            wave += mix * np.sin(1.3 * f * across + shift[1]) * np.sin(2 * x + shift[2])
+            m = 1 / (1 + np.exp(-sharp * wave))[..., None]
+            light, dark = colours + rng.normal(0, 28, (2, 3))
+            image = (m * light + (1 - m) * dark) * rng.uniform(0.6, 1.2) + rng.normal(0, 22, (28, 28, 3))
+            (u, v), radius = rng.uniform(-0.7, 0.7, 2), rng.uniform(0.2, 0.5)
+            image[(x - u) ** 2 + (y - v) ** 2 < radius**2] = rng.uniform(20, 235, 3)
+            yield image.clip(0, 255).astype(np.uint8), c
+
+
+def ring(corners, phase):
+    t = np.linspace(0, 2 * np.pi, corners, endpoint=False) + phase
+    return np.stack([np.cos(t), np.sin(t)], 1)
+
+
+def fill(image, outline, colour, rng):
+    """A filled outline in [-1, 1]^2, its colour a little off."""
+    shade = tuple((np.asarray(colour) + rng.normal(0, 18, 3)).clip(0, 255).astype(int))
+    ImageDraw.Draw(image).polygon([tuple(p) for p in (outline + 1) * 14], shade)
+
+
+def weather(rng, image):
+    """Another light, and noise."""
+    return (image * rng.uniform(0.6, 1.15) + rng.normal(0, 15, image.shape)).clip(0, 255).astype(np.uint8)
+
+
+def draw_scenes(rng, classes, each=40):
+    """A class is two or three coloured shapes before a sky; each image moves and scales them, and changes the light."""
+    for c in range(classes):
+        sky = rng.uniform(60, 230, (2, 3))
+        shapes = [(rng.integers(3, 7), rng.uniform(-0.5, 0.5, 2), rng.uniform(0.25, 0.6, 2), rng.uniform(20, 235, 3))
+                  for _ in range(rng.integers(2, 4))]
+        for _ in range(each):
+            slope, (low, high) = np.linspace(0, 1, 28)[:, None, None], (sky + rng.normal(0, 40, (2, 3))).clip(0, 255)
+            image = Image.fromarray(np.broadcast_to(low * slope + high * (1 - slope), (28, 28, 3)).astype(np.uint8))
+            for corners, centre, radius, colour in shapes:
+                outline = ring(corners, rng.uniform(0, 6.3)) * radius * rng.lognormal(0, 0.2)
+                fill(image, wobble(rng, outline + centre + rng.normal(0, 0.2, 2), 0.05, 0.3, 0.1), colour, rng)
+            yield weather(rng, np.asarray(image)), c
+
+
+def draw_blossoms(rng, classes, each=40):
+    """A class is a number of petals, their shape, two colours and a green; each image turns, shifts and scales it."""
+    for c in range(classes):
+        petals, wide, (petal, heart) = rng.integers(3, 10), rng.uniform(0.15, 0.45), rng.uniform(60, 250, (2, 3))
+        green = rng.uniform((20, 60, 10), (90, 140, 70))
+        for _ in range(each):
+            image, middle = Image.new("RGB", (28, 28), tuple(green.astype(int))), rng.normal(0, 0.15, 2)
+            size, turn = rng.lognormal(-0.2, 0.2), rng.uniform(0, 6.3)
+            for a in turn + np.arange(petals) * 2 * np.pi / petals:
+                along, across = np.array([np.cos(a), np.sin(a)]), np.array([-np.sin(a), np.cos(a)])
+                tips = np.stack([0 * along, 0.55 * along + wide * across, along, 0.55 * along - wide * across])
+                fill(image, middle + size * tips, petal, rng)
+            fill(image, middle + size * 0.25 * ring(8, 0), heart, rng)
+            yield weather(rng, np.asarray(image)), c
+
+
+def draw_aeroplanes(rng, classes, each=40):
+    """A class is a fuselage, a sweep of wings and a livery, seen from the side before a sky; a little turned each."""
+    for c in range(classes):
+        slim, nose, wing, tail = rng.uniform((0.08, 0.1, 0.2, 0.15), (0.22, 0.4, 0.6, 0.5))
+        at, sweep, (body, trim) = rng.uniform(-0.3, 0.2), rng.uniform(0.1, 0.5), rng.uniform(30, 250, (2, 3))
+        parts = [([(-1, slim), (1 - nose, slim), (1, 0), (1 - nose, -slim), (-1, -slim)], body),
+                 ([(at + 0.3, 0), (at - sweep, wing), (at - sweep - 0.2, wing), (at - 0.1, 0)], trim),
+                 ([(-0.7, -slim), (-0.9, -slim - tail), (-1, -slim - tail), (-1, -slim)], trim)]
+        for _ in range(each):
+            image = Image.new("RGB", (28, 28), tuple(rng.uniform((120, 150, 190), (190, 215, 250)).astype(int)))
+            hand = wobble(rng, 0.85 * np.array([p for points, _ in parts for p in points]), 0.03, 0.1, 0.12)
+            for (points, colour), outline in zip(parts, np.split(hand, np.cumsum([len(p) for p, _ in parts])[:-1])):
+                fill(image, outline, colour, rng)
+            yield weather(rng, np.asarray(image)), c
+
+
+DRAW = {
+    "generated_characters": draw_characters,
+    "generated_doodles": draw_doodles,
+    "generated_textures": draw_textures,
+    "generated_scenes": draw_scenes,
+    "generated_blossoms": draw_blossoms,
+    "generated_aeroplanes": draw_aeroplanes,
+}
 
 # ----------------------------------------------------------------------------------------------------- Packing
 

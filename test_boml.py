@@ -32,20 +32,21 @@ def assert_close(a, b, rtol=1e-9, atol=1e-11):
 
 
 def toy_config(**changes):
-    small = dict(filters=4, query=2, meta_batch=2, iterations=3, eval_tasks=2, hessian_tasks=3, mc_samples=2)
+    small = dict(filters=4, query=2, meta_batch=2, eval_tasks=2, hessian_tasks=3, mc_samples=2)
     return dataclasses.replace(boml.Config(), **small | changes)
 
 
-def toy_data(seed=0, classes=15, least=4, most=7, turns=1, channels=1, name="omniglot", device="cpu"):
+def toy_data(seed=0, classes=15, least=4, most=7, turns=1, channels=1, name="omniglot", device="cpu", iterations=3):
     """A dataset of noise, its classes of different sizes."""
     g = torch.Generator().manual_seed(seed)
     count = torch.randint(least, most + 1, (classes,), generator=g)
     images = torch.randint(0, 256, (int(count.sum()), channels, 28, 28), generator=g, dtype=torch.uint8)
     third = classes // 3
     splits = {s: torch.arange(a * third, (a + 1) * third) for a, s in enumerate(("train", "val", "test"))}
-    setting = boml.DATASETS[name]._replace(inner_steps=1, eval_steps=1, turns=turns)
-    return boml.Dataset(name, "real", setting, images.to(device), (count.cumsum(0) - count).to(device), count.to(device),
-                        {s: c.to(device) for s, c in splits.items()}, most)
+    setting = boml.DATASETS[name]._replace(inner_steps=1, eval_steps=1, turns=turns, iterations=iterations)
+    return boml.Dataset(
+        name, "real", [f"{c // 5}/{c % 5}" for c in range(classes)], setting, images.to(device),
+        (count.cumsum(0) - count).to(device), count.to(device), {s: c.to(device) for s, c in splits.items()}, most)
 
 
 def toy_batch(seed, tasks=2, shot=1, query=2, way=5, channels=1):
@@ -727,17 +728,17 @@ def test_split_is_disjoint(name):
     names = [f"class {c}" for c in range(sum(SPLITS[name]))]
     if name in boml.SPLITS:
         names[64:] = " ".join(boml.SPLITS[name]).split()
-    parts = boml.split_classes(name, names)
+    parts = boml.split_classes(name, names, SPLITS[name])
     assert tuple(len(set(parts[s])) for s in ("train", "val", "test")) == SPLITS[name]
     assert len(set().union(*parts.values())) == len(names)
-    again = boml.split_classes(name, names[::-1])
+    again = boml.split_classes(name, names[::-1], SPLITS[name])
     assert {names[::-1][c] for c in again["test"]} == {names[c] for c in parts["test"]}
 
 
-@pytest.mark.parametrize("name", boml.DRAW)
+@pytest.mark.parametrize("name", data_prep.DRAW)
 def test_drawn_images_vary(name):
     """A generated dataset repeats itself for a seed, and its drawings of a class differ yet resemble each other more."""
-    draw = lambda: list(boml.DRAW[name](np.random.default_rng(1), 6, 8))
+    draw = lambda: list(data_prep.DRAW[name](np.random.default_rng(1), 6, 8))
     pictures, labels = zip(*draw())
     assert all((a == b).all() for a, (b, _) in zip(pictures, draw()))
     x = np.stack(pictures).reshape(len(labels), -1).astype(float)
@@ -757,10 +758,40 @@ def test_plan_of_everything_is_even():
     assert total.tolist() == [40, 40, 40]
 
 
+@pytest.mark.parametrize("longer, expected", [(True, [3, 7, 9]), (False, [3, 4, 2])])
+def test_iterations_of_everything(longer, expected):
+    """Train-On-Everything trains for the newest dataset's iterations, or for those of all datasets so far."""
+    sequence = [toy_data(iterations=n) for n in (3, 4, 2)]
+    tasks = boml.Tasks("all", sequence, toy_config(toe_longer=longer), 0, [])
+    assert [tasks.iterations(t) for t in range(3)] == expected
+
+
+@given(seeds, st.integers(2, 5))
+def test_task_sequence_shares_no_character(seed, way):
+    """The tasks of the Omniglot sequence are of one alphabet each, have no character in common, and none that is
+    evaluated on."""
+    data = toy_data(seed, classes=65)._replace(kind="generated")  # 13 alphabets of 5, for alphabets of any name
+    sequence, judge = boml.task_sequence(data, toy_config(way=way), seed)
+    letters = [c for task in sequence for c in task.splits["train"].tolist()]
+    unseen = judge.splits["val"].tolist() + judge.splits["test"].tolist()
+    assert len(sequence) == (13 - len(unseen) // 5) * (5 // way) and len(letters) == len(sequence) * way
+    assert len(set(letters)) == len(letters) and not set(letters) & set(unseen)
+    assert all(len({data.names[c].split("/")[0] for c in task.splits["train"].tolist()}) == 1 for task in sequence)
+
+
+@given(seeds)
+def test_unseen_alphabets_are_not_mixed(seed):
+    """The characters of a task to evaluate on are distinct and of one alphabet."""
+    data = toy_data(seed, classes=65)._replace(kind="generated")
+    _, judge = boml.task_sequence(data, toy_config(), seed)
+    index = boml.sample_tasks(judge, "test", 20, toy_config(way=4), boml.stream("cpu", seed))
+    c = torch.searchsorted(judge.first, index[..., 0].contiguous(), right=True) - 1  # the class of each image
+    assert (c // 5 == c[:, :1] // 5).all() and all(len(set(task)) == 4 for task in c.tolist())
+
+
 def test_buffer_is_sampled_uniformly():
     """Follow-The-Meta-Leader draws its tasks from all that have arrived, each about equally often, and no others."""
-    cfg = toy_config(meta_batch=5, iterations=4)
-    tasks = boml.Tasks("buffer", [toy_data(0), toy_data(1)], cfg, 0, [])
+    tasks = boml.Tasks("buffer", [toy_data(0, iterations=4), toy_data(1)], toy_config(meta_batch=5), 0, [])
     for t, i in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0)):
         tasks.batch(t, i)
     tasks.arrive = lambda *_: None  # what has arrived stays; the rest of the second dataset's buffer is still zeros
@@ -829,7 +860,8 @@ def test_every_method_end_to_end(fake_data, tmp_path):
     for method in boml.METHODS:
         rows = rows_of(folder / f"{method}-0" / "record.jsonl")
         assert rows == rows_of(tmp_path / "b" / "triathlon" / f"{method}-0" / "record.jsonl")
-        assert len(rows) == 3 * 2 * 3  # stages, evaluations of a stage, datasets
+        evaluations = 2 + 4 + 6 if method == "toe" else 2 + 2 + 2  # of the stages; Train-On-Everything's grow longer
+        assert len(rows) == evaluations * 3
         assert {"experiment", "method", "seed", "schedule", "data", "stage", "iteration", "evaluated", "accuracy", "ci95",
                 "nll", "tasks"} <= set(rows[0])
     summary = json.loads((folder / "summary.json").read_text())
@@ -849,7 +881,7 @@ def test_generated_data_is_labelled(tmp_path):
     assert code == 0, errors
     assert "GENERATED data" in text and "omniglot" not in text
     rows = rows_of(tmp_path / "triathlon" / "maml-0" / "record.jsonl")
-    assert {r["data"] for r in rows} == {"generated"} and {r["evaluated"] for r in rows} == set(boml.DRAW)
+    assert {r["data"] for r in rows} == {"generated"} and {r["evaluated"] for r in rows} == set(list(data_prep.DRAW)[:3])
     assert json.loads((tmp_path / "triathlon" / "summary.json").read_text())["data"] == "generated"
 
 
@@ -860,13 +892,14 @@ def facts(method):
 @pytest.mark.parametrize("method", boml.METHODS)
 def test_resumed_run_equals_unbroken(method, tmp_path):
     """A run broken off after a checkpoint and resumed leaves the same record as one that was not."""
-    cfg = toy_config(iterations=4, eval_every=2)
-    sequence = [toy_data(0), toy_data(1, name="mini_quickdraw"), toy_data(2, channels=3, name="cifar_fs")]
-    go = lambda out, tell: boml.run(cfg, facts(method), sequence, tmp_path / out, tell)
+    cfg = toy_config(eval_every=2)
+    sequence = [toy_data(0, iterations=2), toy_data(1, name="mini_quickdraw", iterations=4),
+                toy_data(2, channels=3, name="cifar_fs")]
+    go = lambda out, tell: boml.run(cfg, facts(method), sequence, sequence, tmp_path / out, tell)
     go("whole", lambda *_: None)
 
     def stop(share, text):
-        if text.endswith("mini_quickdraw 3/4"):
+        if "mini_quickdraw 3/" in text:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -882,7 +915,7 @@ def test_resumed_run_equals_unbroken(method, tmp_path):
 def made_up(method, seed, accuracies):
     """Rows of a run whose accuracy after stage t on dataset j is accuracies[t][j]."""
     names = [f"d{j}" for j in range(len(accuracies[0]))]
-    facts = dict(experiment="triathlon", method=method, seed=seed, schedule="cpu", data="real", sequence=names)
+    facts = dict(experiment="triathlon", method=method, seed=seed, schedule="cpu", data="real", judges=names, stages=len(names))
     ends = dict(iteration=9, iterations=9, ci95=0.02, nll=1.0, tasks=10, seconds=1.0)
     return [facts | ends | dict(stage=t + 1, evaluated=name, accuracy=a)
             for t, row in enumerate(accuracies) for name, a in zip(names, row)]
@@ -926,11 +959,11 @@ def test_difference_to_maml_is_paired():
 @pytest.mark.parametrize("args, word", [
     (["marathon"], "'marathon' is not an experiment"),
     (["triathlon", "--methods", "maml,reptile"], "'reptile' is not a method"),
-    (["triathlon", "--sequence", "omniglot,mnist"], "'mnist' is not a dataset"),
+    (["triathlon", "--sequence", "omniglot,mnist"], "'mnist' is neither a folder nor a dataset"),
     (["triathlon", "--seeds", "0,x"], "'x' is not a whole number"),
     (["triathlon", "--colour", "red"], "--colour"),
-    (["triathlon", "--iterations", "many"], "many"),
-    (["triathlon", "--iterations", "0"], "--iterations is 0"),
+    (["triathlon", "--iterations", "many"], "--iterations: 'many' is not a whole number"),
+    (["triathlon", "--iterations", "0"], "--iterations 0: it must be above 0"),
     (["triathlon", "--schedule", "gpu"], "gpu"),
     (["triathlon", "--split", "train"], "--split is 'train'"),
     (["triathlon", "--query", "15"], "use --query 2 or fewer"),
@@ -1004,9 +1037,9 @@ def test_problem_is_one_line_and_status_2(fake_data):
 def test_other_settings_are_refused(tmp_path):
     """A run of other settings in the same folder is not continued; the difference is named."""
     sequence = [toy_data(0)]
-    boml.run(toy_config(), facts("maml"), sequence, tmp_path, lambda *_: None)
+    boml.run(toy_config(), facts("maml"), sequence, sequence, tmp_path, lambda *_: None)
     with pytest.raises(boml.Problem, match="outer_rate was 0.001, now 0.1"):
-        boml.run(toy_config(outer_rate=0.1), facts("maml"), sequence, tmp_path, lambda *_: None)
+        boml.run(toy_config(outer_rate=0.1), facts("maml"), sequence, sequence, tmp_path, lambda *_: None)
 
 
 # ----------------------------------------------------------------------------------------------- Preparation
