@@ -108,7 +108,7 @@ DATASETS = {
     "generated_blossoms": Setting((66, 16, 20), 0.1, 5, 10, (0.2, 0.4, 0.6, 0.8)),
     "generated_aeroplanes": Setting((64, 16, 20), 0.1, 5, 10, (0.5,)),
 }
-OWN = Setting((64, 16, 20), 0.1, 5, 10, (0.5,))  # of a person's own folder of images; its classes in these proportions
+OWN = Setting((0, 0, 0), 0.1, 5, 10, (0.5,))  # of a person's own folder of images
 SCHEDULES = {
     "paper": {},  # Config's defaults, Table 1
     # The same network, alpha, k and Adam, on fewer and smaller meta-batches; log-variances have less time to travel.
@@ -183,7 +183,7 @@ class Dataset(NamedTuple):
     alphabet: Tensor | None = None  # (classes,) where the classes of a task are to come from one alphabet
 
 
-def load_dataset(name: str, folder: Path, device="cpu", channels=3) -> Dataset:
+def load_dataset(name: str, folder: Path, device="cpu", cfg=Config()) -> Dataset:
     """data/<name>.npz, a generated dataset drawn from memory, or a person's own folder, as classes and their split."""
     kind, setting = "generated" if name.startswith("generated") else "real", DATASETS.get(name, OWN)
     if kind == "generated":
@@ -193,9 +193,11 @@ def load_dataset(name: str, folder: Path, device="cpu", channels=3) -> Dataset:
     elif name in DATASETS:
         images, labels, names = read_npz(folder / f"{name}.npz")
     else:
-        kind, (images, labels, names) = "own", data_prep.read_folder(Path(name), "L" if channels == 1 else "RGB")
+        kind, (images, labels, names) = "own", data_prep.read_folder(Path(name), "L" if cfg.channels == 1 else "RGB")
         name, n = Path(name).resolve().name, len(names)
-        setting = setting._replace(classes=(n - n * 16 // 100 - n * 20 // 100, n * 16 // 100, n * 20 // 100))
+        test = max(n // 5, cfg.way)  # a fifth, and a sixth for validation where that leaves enough for training
+        val = max(0, min(n // 6, n - test - cfg.way))
+        setting = setting._replace(classes=(max(n - test - val, 0), val, min(test, n)))
     if images.ndim == 3:
         images = images[..., None]
     count = np.bincount(labels, minlength=len(names))
@@ -240,7 +242,7 @@ def split_classes(name: str, names: list[str], sizes: tuple[int, int, int]) -> d
 def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> list[Dataset]:
     """These datasets; a generated one stands in, under its own name, for each that is not in the folder."""
     names = [n if (folder / f"{n}.npz").exists() else DATASETS.get(n, OWN).stand_in or n for n in names]
-    sequence = [load_dataset(n, folder, device, cfg.channels) for n in names]
+    sequence = [load_dataset(n, folder, device, cfg) for n in names]
     for field in ("iterations", "inner_rate", "inner_steps", "eval_steps"):
         values = [v for v in getattr(cfg, field).split(",") if v]
         need(len(values) in (0, 1, len(names)), f"--{field.replace('_', '-')} {getattr(cfg, field)} has "
@@ -256,8 +258,10 @@ def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> 
         need(fewest > cfg.shot, f"{data.name} has a class of {fewest} images; use --shot {fewest - 1} or fewer.")
         need(fewest >= cfg.shot + cfg.query, f"{data.name} has a class of {fewest} images, too few for "
              f"{cfg.shot} shot + {cfg.query} queries; use --query {fewest - cfg.shot} or fewer.")
-        smallest = min(len(c) for c in data.splits.values()) * data.setting.turns
-        need(cfg.way <= smallest, f"{data.name} has a split of {smallest} classes; use --way {smallest} or fewer.")
+        for split in ("train", cfg.split):
+            classes = len(data.splits[split]) * data.setting.turns
+            need(cfg.way <= classes, f"{data.name} has {classes} classes to {split}; more are needed, or --way "
+                 f"{max(classes, 2)} or fewer.")
     return sequence
 
 

@@ -5,7 +5,7 @@
     python data_prep.py omniglot cifar_fs  only these
 
 Each archive is found in --raw DIR or downloaded to <data>/raw (resumed when cut, checked by md5).
-Without a network it gives up in seconds; in the triathlon generated datasets then stand in, labelled as such.
+Without a network it gives up in seconds; generated datasets then stand in, labelled as such.
 """
 import argparse, hashlib, http.client, io, os, sys, tarfile, time, zipfile, zlib
 import urllib.error, urllib.parse, urllib.request
@@ -82,7 +82,8 @@ def download(url: str, path: Path, md5: str | None = None, size: int | None = No
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
             if part.stat().st_size == 0:
                 why = str(getattr(error, "reason", error)) or type(error).__name__
-                raise Unreachable(f"{urllib.parse.urlsplit(url).netloc} cannot be reached ({why})")
+                raise Unreachable(f"{urllib.parse.urlsplit(url).netloc} cannot be reached ({why}); run again with a "
+                                  "network, or get the archive elsewhere and use --raw DIR")
         stalled = stalled + 1 if part.stat().st_size == have else 0
         time.sleep(0.2 * stalled)
     else:
@@ -122,17 +123,21 @@ def progress(name: str, done: int, total: int | None):
         print(f"\r{name} [{bar:30}] {done / 1e6:.1f}{of} MB ", end="\n" if done == total else "", file=sys.stderr)
 
 
+CHECKED: dict[str, str] = {}  # of each dataset obtained as whole files, what its checksums said
+
+
 def obtain(name: str, raw: Path | None, cache: Path) -> list[Path]:
     """The archives of a dataset that is one or more whole files."""
-    paths = []
+    paths, CHECKED[name] = [], "official"
     for url, md5 in SOURCES[name]:
         file = url.rsplit("/", 1)[1]
         found = sorted(raw.rglob(file)) if raw else [cache / file] if (cache / file).exists() else []
         if raw and not found:
-            raise Unreachable(f"{file} is not in {raw}")
+            raise Unreachable(f"{file} is not in {raw}; put it there, or leave --raw out to download it")
         path = found[0] if found else download(url, cache / file, md5)
         if found and md5_of(path) != md5:
             print(f"{name}: {path} is not the official file (its md5 differs); used as it is.", file=sys.stderr)
+            CHECKED[name] = "differs"
         paths.append(path)
     return paths
 
@@ -281,6 +286,7 @@ UNPACK = {"omniglot": omniglot, "mini_quickdraw": mini_quickdraw, "cifar_fs": ci
 
 def read_folder(path: Path, mode: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """A person's own images, path/<class>/<image>: (n, 28, 28[, 3]) uint8, labels, class names."""
+    Image.init()  # for the list of extensions
     names = sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     images, labels = [], []
     for c, name in enumerate(names):
@@ -434,8 +440,8 @@ DRAW = {
 # ----------------------------------------------------------------------------------------------------- Packing
 
 
-def pack(name: str, raw: Path | None, data: Path) -> str:
-    """Write data/<name>.npz: images sorted by class, labels, class names; returns what to say of it."""
+def pack(name: str, raw: Path | None, data: Path) -> Path:
+    """Write data/<name>.npz: images sorted by class, labels, class names, where they came from."""
     try:
         items = sorted(UNPACK[name](raw, data / "raw"), key=lambda item: item[0])
     except DAMAGE as error:
@@ -446,17 +452,21 @@ def pack(name: str, raw: Path | None, data: Path) -> str:
     path = data / f"{name}.npz"
     data.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".tmp"), "wb") as file:
-        np.savez_compressed(file, images=np.stack([i[1] for i in items]), labels=labels.astype(np.int32), names=names)
+        np.savez_compressed(
+            file, images=np.stack([i[1] for i in items]), labels=labels.astype(np.int32), names=names,
+            origin=["supplied" if raw else "downloaded", CHECKED.get(name, "none published")])
         file.flush()
         os.fsync(file.fileno())
     os.replace(path.with_suffix(".tmp"), path)
-    return describe(path)
+    return path
 
 
-def describe(path: Path) -> str:
+def describe(path: Path) -> list[str]:
+    """Classes, images, source and checksum, as the table shows them."""
     try:
         with np.load(path, allow_pickle=False) as z:
-            return f"{len(z['names']):,} classes, {len(z['labels']):,} images"
+            source, checksum = z["origin"] if "origin" in z else ("unknown", "unknown")
+            return [f"{len(z['names']):,}", f"{len(z['labels']):,}", source, checksum]
     except DAMAGE as error:
         raise Problem(f"{path} is damaged ({error}); delete it and run again.")
 
@@ -477,19 +487,17 @@ def main(argv: list[str]):
             raise Problem(f"{name!r} is not a dataset; choose from {', '.join(UNPACK)}.")
     if args.raw and not args.raw.is_dir():
         raise Problem(f"--raw {args.raw} is not a folder.")
-    left_out = False
+    row = "{:16}{:>8}{:>9}  {:12}{:16}{}".format
+    print(row("dataset", "classes", "images", "source", "checksum", "state"), flush=True)
     for name in args.names or UNPACK:
-        start = time.time()
-        if (args.data / f"{name}.npz").exists() and not args.raw:
-            print(f"{name}: {describe(args.data / f'{name}.npz')}, ready")
-            continue
+        start, path, state = time.time(), args.data / f"{name}.npz", "ready"
         try:
-            print(f"{name}: {pack(name, args.raw, args.data)}, packed in {time.time() - start:.0f} s")
+            if not path.exists() or args.raw:
+                path = pack(name, args.raw, args.data)
+                state = f"packed in {time.time() - start:.0f} s"
+            print(row(name, *describe(path), state), flush=True)
         except Unreachable as error:
-            left_out = True
-            print(f"{name}: left out: {error}")
-    if left_out:
-        print("In the triathlon a generated dataset stands in for each that is left out.")
+            print(row(name, "-", "-", "-", "-", f"missing: {error}. A generated dataset stands in for it."), flush=True)
 
 
 if __name__ == "__main__":

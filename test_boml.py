@@ -976,7 +976,10 @@ def test_difference_to_maml_is_paired():
     (["triathlon", "--jacobian-rate", "abc"], "--jacobian-rate: 'abc' is not a number"),
     (["triathlon", "--kl-weight", "nan"], "--kl-weight is nan"),
     (["run"], "run needs --sequence"),
-    (["triathlon", "--way", "17"], "use --way 16 or fewer"),
+    (["triathlon", "--way", "21"], "cifar_fs has 20 classes to test"),
+    (["triathlon", "--past-weight", "1,x"], "--past-weight: 'x' is not a number"),
+    (["triathlon", "--past-weight", "1,-1"], "--past-weight is 1,-1"),
+    (["omniglot", "--sequence", "cifar_fs"], "omniglot takes --sequence omniglot"),
     (["triathlon", "--inner-rate", "fast"], "--inner-rate: 'fast' is not a number"),
     (["triathlon", "--inner-rate", "0.1,0.2"], "--inner-rate 0.1,0.2 has 2 values"),
 ])
@@ -1023,6 +1026,65 @@ def test_bad_data_file(how, fake_data, tmp_path):
     if how != "not uint8":
         with pytest.raises(data_prep.Problem, match="cifar_fs.npz"):
             data_prep.describe(tmp_path / "cifar_fs.npz")
+
+
+def own_folder(path, classes, each=4):
+    rng = np.random.default_rng(0)
+    for c in range(classes):
+        (path / f"class {c}").mkdir(parents=True)
+        for i in range(each):
+            picture = Image.fromarray(rng.integers(0, 256, (40, 30, 3), dtype=np.uint8))
+            picture.convert("LRP"[c % 3] if c % 3 != 1 else "RGB").save(path / f"class {c}" / f"{i}.png")
+    return path
+
+
+def test_own_folder_joins_a_sequence(fake_data, tmp_path):
+    """A folder of class folders is a dataset by its own name, also of pictures of several kinds."""
+    own = own_folder(tmp_path / "my_images", 12)
+    code, text, errors = command("run", "--sequence", f"omniglot,{own}", "--methods", "maml", "--data", fake_data,
+                                 "--out", tmp_path / "out", *SMALL)
+    assert code == 0, errors
+    assert "my_images (own): 5/2/5 classes, 48 images" in text and "REAL AND OWN data" in text
+    assert {r["evaluated"] for r in rows_of(tmp_path / "out/run/maml-0/record.jsonl")} == {"omniglot", "my_images"}
+
+
+@pytest.mark.parametrize("classes, spoil, word", [
+    (3, None, "my_images has 0 classes to train"),
+    (12, lambda p: (p / "class 3" / "0.png").write_bytes(b"\x89PNG\r\n"), "class 3/0.png, which is not a readable image"),
+    (12, lambda p: (p / "empty").mkdir(), "empty holds no images"),
+    (0, lambda p: p.mkdir(), "holds no folders"),
+])
+def test_bad_own_folder(classes, spoil, word, tmp_path):
+    """What is wrong with a person's own folder is said in a sentence."""
+    own = own_folder(tmp_path / "my_images", classes)
+    if spoil:
+        spoil(own)
+    with pytest.raises(boml.Problem, match=word):
+        boml.main(["run", "--sequence", str(own), "--query", "2", "--out", str(tmp_path / "out")])
+
+
+def test_lambda_study_side_by_side(fake_data, tmp_path):
+    """Several values of lambda are runs of their own beside the default's, in one table."""
+    args = ["triathlon", "--data", fake_data, "--out", tmp_path, "--methods", "bomla,bomvi", *SMALL, "--iterations", "1"]
+    code, text, errors = command(*args, "--past-weight", "1,100,1000")
+    assert code == 0, errors
+    methods = json.loads((tmp_path / "triathlon" / "summary.json").read_text())["methods"]
+    assert list(methods) == ["bomla", "bomla@1", "bomla@1000", "bomvi"] and "BomLA, lambda = 1000" in text
+    weights = {m: torch.load(tmp_path / f"triathlon/{m}-0/checkpoint.pt", weights_only=True)["settings"]["past_weight"]
+               for m in methods}
+    assert weights == {"bomla": 100.0, "bomla@1": 1.0, "bomla@1000": 1000.0, "bomvi": 100.0}
+
+
+def test_omniglot_sequence_end_to_end(tmp_path):
+    """The task sequence runs with every method, evaluates after every task, and draws its figure."""
+    args = "--filters 4 --iterations 2 --tasks 5 --query 2 --eval-tasks 2 --eval-every 2".split()
+    code, text, errors = command("omniglot", "--data", tmp_path / "none", "--out", tmp_path, *args)
+    assert code == 0, errors
+    assert "after task 5" in text and all(m.label in text for m in boml.METHODS.values())
+    for method in boml.METHODS:
+        rows = rows_of(tmp_path / f"omniglot/{method}-0/record.jsonl")
+        assert [r["stage"] for r in rows] == [1, 2, 3, 4, 5] and {r["evaluated"] for r in rows} == {"unseen alphabets"}
+    assert Image.open(tmp_path / "omniglot" / "accuracy.png").size[0] > 500
 
 
 def test_problem_is_one_line_and_status_2(fake_data):
