@@ -31,8 +31,8 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a busy-waiting second thread is 15x slower on a shared core
 
-import argparse, dataclasses, hashlib, inspect, json, math, multiprocessing, re, shutil, signal, sys, time, traceback
-import zipfile, zlib
+import argparse, dataclasses, fcntl, hashlib, inspect, json, math, multiprocessing, re, shutil, signal, sys, time, traceback
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -191,7 +191,7 @@ def load_dataset(name: str, folder: Path, device="cpu", cfg=Config()) -> Dataset
         images, labels = np.stack(pictures), np.array(labels)
         names = [f"{c // 10:02d}/{c % 10}" for c in range(1 + labels[-1])]
     elif name in DATASETS:
-        images, labels, names = read_npz(folder / f"{name}.npz")
+        images, labels, names, _ = data_prep.read_npz(folder / f"{name}.npz")
     else:
         kind, (images, labels, names) = "own", data_prep.read_folder(Path(name), "L" if cfg.channels == 1 else "RGB")
         name, n = Path(name).resolve().name, len(names)
@@ -207,21 +207,6 @@ def load_dataset(name: str, folder: Path, device="cpu", cfg=Config()) -> Dataset
         name, kind, list(names), setting, on_device(images.transpose(0, 3, 1, 2)), on_device(np.cumsum(count) - count),
         on_device(count), {s: on_device(np.array(c, int)) for s, c in splits.items()}, int(count.max()),
     )
-
-
-def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    try:
-        with np.load(path, allow_pickle=False) as z:
-            images, labels, names = z["images"], z["labels"], z["names"]
-    except FileNotFoundError:
-        raise Problem(f"{path} is not there; make it with: bash run.sh data")
-    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        raise Problem(f"{path} is damaged ({error}); delete it and make it again with: bash run.sh data")
-    sound = images.dtype == np.uint8 and images.shape[1:3] == (28, 28) and images.shape[3:] in ((), (3,))
-    sound = sound and labels.shape == images.shape[:1] and len(labels) and (np.diff(labels) >= 0).all()
-    need(sound and set(labels) == set(range(len(names))), f"{path} does not hold 28x28 uint8 images sorted by class; "
-         "delete it and make it again with: bash run.sh data")
-    return images, labels, names
 
 
 def split_classes(name: str, names: list[str], sizes: tuple[int, int, int]) -> dict[str, list[int]]:
@@ -597,6 +582,21 @@ def times(block: Block, D: Tensor) -> Tensor:
     return (block[1] @ D @ block[0].mT).sum(0)
 
 
+def extremes(block: Block, D: Tensor, steps: int = 100) -> tuple[float, float]:
+    """The smallest and largest eigenvalue of a symmetric block B, by power iteration from D on it as an operator."""
+
+    def power(operator) -> tuple[Tensor, Tensor]:
+        E = D
+        for _ in range(steps):
+            v = E / E.norm().clamp(min=torch.finfo(E.dtype).tiny)
+            E = operator(v)
+        return (v * E).sum(), E.norm()
+
+    size = power(lambda v: times(block, v))[1]  # of the largest in magnitude, of either sign
+    low, high = (sign * power(lambda v: size * v + sign * times(block, v))[0] - sign * size for sign in (-1, 1))
+    return low.item(), high.item()
+
+
 class Point:
     """No posterior: a point estimate, which is all that MAML and its kin carry forward."""
 
@@ -660,9 +660,22 @@ class Laplace(Point):
         new = adapted_curvature(theta, batches, setting.inner_rate, setting.inner_steps, a, cfg, rng)
         self.mean = {n: v.detach().clone() for n, v in theta.items()}
         for name, block in new.items():
+            need(all(f.isfinite().all() for f in block), f"the curvature of {data.name} is not finite in {name}; try a "
+                 "smaller --jacobian-rate or --outer-rate.")
             block = (*block[:-1], block[-1] * cfg.past_weight)
             block = add_blocks(self.blocks[name], block) if name in self.blocks else block
-            self.blocks[name] = merge(block, cfg.merge_rank)
+            self.blocks[name] = self.definite(name, merge(block, cfg.merge_rank), to_matrix(theta, name).detach(), data)
+
+    def definite(self, name: str, block: Block, D: Tensor, data: Dataset) -> Block:
+        """The block if it is positive semi-definite; of an indefinite one (`products` can give one) a sum with the
+        multiple of the identity that makes it so, since a penalty without a minimum would run away."""
+        low, high = extremes(block, torch.ones_like(D) + D)
+        if len(block) == 1 or low >= -1e-4 * high:
+            return block
+        print(f"boml: the precision of {name} after {data.name} is not positive semi-definite (eigenvalues {low:.2g} to "
+              f"{high:.2g}); {-low:.2g} times the identity is added to it.", file=sys.stderr, flush=True)
+        eye = [torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)[None] for f in block]
+        return add_blocks(block, (eye[0], -low * eye[1]))
 
     def state(self):
         return dict(mean=self.mean, blocks=self.blocks)
@@ -906,12 +919,14 @@ def new_optimiser(theta: Params, posterior: Point, cfg: Config) -> torch.optim.A
 
 
 def run(cfg: Config, facts: dict, sequence: list[Dataset], judges: list[Dataset], out: Path, tell):
-    """Algorithm 1 for one method and one seed, evaluated on the judges; `tell(share done, text)` hears of the progress.
+    """Algorithm 1 for one method and one seed, evaluated on the judges; `tell(share done, text)` hears of the progress
+    and answers whether to stop.
 
     Everything random is a function of the seed, the stage and the iteration, so a resumed run repeats an unbroken one.
     """
     row, seed, device = method_of(facts["method"]), facts["seed"], sequence[0].images.device
     facts = facts | dict(stages=len(sequence), judges=[d.name for d in judges])
+    held = lock(out)  # until this function returns
     state = resume(out, facts | dict(sequence=[d.name for d in sequence]) | dataclasses.asdict(cfg), device)
     fresh = lambda t: init_params(cfg, stream("cpu", seed, "init", t), device)
     theta = state["theta"] or fresh(0)
@@ -936,21 +951,28 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], judges: list[Dataset]
             noise = stream(device, seed, "noise", t, i)
             loss = meta_step(theta, posterior, optimiser, tasks.batch(t, i), cfg, noise)
             share = (sum(cost[:t]) + cost[t] * (i + 1) / J) / sum(cost)
-            tell(share, f"{facts['method']}-{seed} {sequence[t].name} {i + 1}/{J}")
-            if (i + 1) % cfg.eval_every == 0 or i + 1 == J:
-                need(torch.isfinite(loss), f"the loss of {facts['method']} became {loss.item()} on {sequence[t].name} "
-                     f"by iteration {i + 1}; try a smaller --outer-rate or --inner-rate.")
-                for data in judges:
+            stop = tell(share, f"{facts['method']}-{seed} {sequence[t].name} {i + 1}/{J}")
+            due = (i + 1) % cfg.eval_every == 0 or i + 1 == J
+            if due or stop or (i + 1) % CHECKPOINT_EVERY == 0:
+                finite = all(p.isfinite().all() for p in (loss, *theta.values(), *posterior.extra.values()))
+                need(finite, f"the loss of {facts['method']} became {loss.item()} on {sequence[t].name} by iteration {i + 1}; "
+                     f"try a smaller --outer-rate or --inner-rate. {out}/checkpoint.pt, if there, is the last good state.")
+                for data in judges if due else ():
                     found = evaluate(theta, posterior, data, cfg, seed)
                     where = dict(stage=t + 1, trained=sequence[t].name, iteration=i + 1, iterations=J)
                     where["evaluated"] = data.name
                     add_row(out, facts | where | found | dict(seconds=round(time.time() - clock, 1)))
                 if i + 1 < J:
                     save(t, i + 1)
+                    if stop:
+                        return
         posterior.absorb(theta, sequence[t], stream(device, seed, "absorb", t))  # lines 12 to 16
         save(t + 1, 0)
-        if t + 1 < len(sequence):
-            tell(share, "")
+        if t + 1 < len(sequence) and tell(share, ""):
+            return
+
+
+CHECKPOINT_EVERY = 100  # iterations
 
 
 def kind_of(sequence: list[Dataset]) -> str:
@@ -969,31 +991,51 @@ def add_row(out: Path, row: dict):
         os.fsync(file.fileno())
 
 
+def lock(out: Path):
+    """The run's folder, for this process alone, for as long as the result is kept."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = open(out / "lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Problem(f"another process is at work in {out}; wait for it, or use another --out.")
+    return file
+
+
 def checkpoint(out: Path, settings: dict, state: dict):
-    """Everything a resumed run needs; written beside the old one, flushed, then put in its place."""
-    with open(out / "checkpoint.tmp", "wb") as file:
+    """Everything a resumed run needs; written beside the old ones, flushed, then put in place. The last two are kept."""
+    last, before, new = out / "checkpoint.pt", out / "checkpoint.before.pt", out / "checkpoint.tmp"
+    with open(new, "wb") as file:
         torch.save(state | dict(settings=settings, record=(out / "record.jsonl").stat().st_size), file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(out / "checkpoint.tmp", out / "checkpoint.pt")
+    if last.exists():
+        os.replace(last, before)
+    os.replace(new, last)
 
 
 def resume(out: Path, settings: dict, device) -> dict:
-    """The last checkpoint, with the record cut back to it; or a fresh start."""
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        state = torch.load(out / "checkpoint.pt", weights_only=True, map_location=device)
-    except FileNotFoundError:
-        (out / "record.jsonl").write_text("")
+    """The last checkpoint that can be read, with the record cut back to it; or a fresh start."""
+    record, state = out / "record.jsonl", None
+    for path in (out / "checkpoint.pt", out / "checkpoint.before.pt"):
+        try:
+            with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums in the file
+                need(not archive.testzip(), "a checksum in it is wrong")
+            state = torch.load(path, weights_only=True, map_location=device)
+            need(record.exists() and record.stat().st_size >= state["record"], f"{record} is shorter than it was.")
+            break
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # whatever torch.load or a missing key may raise on bad bytes
+            why = str(error).split("\n")[0][:80]
+            print(f"boml: {path} is damaged ({why}); going back to what was before it.", file=sys.stderr, flush=True)
+            state = None
+    if state is None:
+        record.write_text("")
         return dict(stage=0, iteration=0, seconds=0.0, settings=settings, theta=None, posterior={}, buffer=[])
-    except Exception as error:
-        raise Problem(f"{out}/checkpoint.pt is damaged ({type(error).__name__}); start over with --fresh.")
     old = state["settings"]
     differ = [f"{k} was {old.get(k)!r}, now {settings.get(k)!r}" for k in settings if old.get(k) != settings[k]]
     need(not differ, f"{out} holds a run of other settings ({'; '.join(differ)}); use another --out, or --fresh.")
-    record = out / "record.jsonl"
-    whole = record.exists() and record.stat().st_size >= state["record"]
-    need(whole, f"{record} is shorter than its checkpoint says; start over with --fresh.")
     os.truncate(record, state["record"])
     state["theta"] = {n: v.requires_grad_() for n, v in state["theta"].items()}
     return state
@@ -1426,12 +1468,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 def work(args, cfg: Config, method: str, seed: int, queue):
     """One run, in a process of its own: its progress, end or problem goes to the queue."""
-    job = f"{method}-{seed}"
+    job, stop = f"{method}-{seed}", []
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C, and passes it on as SIGTERM
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 
     def tell(share, text):
-        if not multiprocessing.parent_process().is_alive():
-            sys.exit(1)
         queue.put((job, share, text))
+        return bool(stop) or not multiprocessing.parent_process().is_alive()
 
     try:
         torch.set_num_threads(1)  # two runs side by side on one thread each beat one run on two
@@ -1444,7 +1487,7 @@ def work(args, cfg: Config, method: str, seed: int, queue):
         if "@" in method:
             cfg = dataclasses.replace(cfg, past_weight=float(method.split("@")[1]))
         run(cfg, facts, sequence, judges, args.out / args.experiment / job, tell)
-        queue.put((job, 1.0, ""))
+        queue.put((job, None, "") if stop else (job, 1.0, ""))
     except (Problem, OSError) as problem:
         queue.put((job, None, str(problem)))
     except Exception as error:  # a mistake of this program: say where
@@ -1522,7 +1565,7 @@ def run_all(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[str]:
         except Empty:
             continue
         if share is None:
-            problems.append(text)
+            problems += [text] * bool(text)
             running.pop(job).join()
             continue
         progress.tell(job, share, text)
@@ -1535,13 +1578,26 @@ def run_all(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[str]:
     return problems
 
 
+class Stopped(Exception):
+    """By a signal, whose number it holds."""
+
+
+def stop(number, _):
+    signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+    raise Stopped(number)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # takes the runs' processes along
+    signal.signal(signal.SIGTERM, stop), signal.signal(signal.SIGINT, stop)
     try:
         main(sys.argv[1:])
     except (Problem, OSError) as problem:
         print(f"boml: {problem}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("\nboml: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
+    except Stopped as stopped:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        for process in multiprocessing.active_children():  # each finishes its iteration and writes a checkpoint
+            process.join()
+        print("\nboml: stopped; the same command goes on from here.", file=sys.stderr)
+        sys.exit(128 + stopped.args[0])

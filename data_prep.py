@@ -7,7 +7,7 @@
 Each archive is found in --raw DIR or downloaded to <data>/raw (resumed when cut, checked by md5).
 Without a network it gives up in seconds; generated datasets then stand in, labelled as such.
 """
-import argparse, hashlib, http.client, io, os, sys, tarfile, time, zipfile, zlib
+import argparse, hashlib, http.client, io, math, os, stat, sys, tarfile, time, zipfile, zlib
 import urllib.error, urllib.parse, urllib.request
 from pathlib import Path
 
@@ -41,7 +41,8 @@ CLASSES = {"omniglot": 1623, "mini_quickdraw": 345, "cifar_fs": 100, "mini_image
            "aircraft": 100}
 DRAWINGS = 1000  # of each QuickDraw class
 TIMEOUT = 8  # seconds without a byte
-LARGEST = 64 << 20  # bytes: no single image of these archives comes near
+LARGEST = 256 << 20  # bytes: no single file of these archives comes near, nor does a packed array
+PIXELS = 1 << 26  # likewise an image
 
 
 DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, ValueError, LookupError, OSError,
@@ -152,28 +153,59 @@ def shrink(image: Image.Image) -> np.ndarray:
 
 def picture(path: Path, member: str, data: bytes, mode: str) -> Image.Image:
     try:
-        return Image.open(io.BytesIO(data)).convert(mode)
+        image = Image.open(io.BytesIO(data))
+        if image.width * image.height > PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels are too many")
+        return image.convert(mode)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise Problem(f"{path} holds {member}, which is not a readable image ({error}); get the archive again.")
+
+
+def sane(path: Path, name: str, size: int, link: bool):
+    """Refuse what no honest archive of images holds, though nothing is ever unpacked to disk."""
+    parts = name.replace("\\", "/").split("/")
+    if link or ".." in parts or parts[0] == "" or ":" in parts[0] or size > LARGEST:
+        what = "a link" if link else f"{size:,} bytes long" if size > LARGEST else "outside of it"
+        raise Problem(f"{path} holds {name[:100]!r}, which is {what}; get the archive from a source you trust.")
+
+
+def members(path: Path):
+    """(name, bytes) of every file of a zip, a tar or a folder, in its order; read in place."""
+    if path.is_dir():
+        yield from ((file.relative_to(path).as_posix(), file.read_bytes()) for file in sorted(path.rglob("*.*")))
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                sane(path, member.filename, member.file_size, stat.S_ISLNK(member.external_attr >> 16))
+            for member in archive.infolist():
+                yield member.filename, archive.read(member)
+    else:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                sane(path, member.name, member.size, not (member.isfile() or member.isdir()))
+                if member.isfile():
+                    yield member.name, archive.extractfile(tarfile.data_filter(member, ".")).read()
 
 
 def omniglot(raw, cache):
     """images_background/<alphabet>/<character>/<drawing>.png, 105x105, dark strokes on white."""
     for path in obtain("omniglot", raw, cache):
-        with zipfile.ZipFile(path) as archive:
-            for member in archive.infolist():
-                if member.filename.endswith(".png") and member.file_size < LARGEST:
-                    _, alphabet, character, _ = member.filename.split("/")
-                    image = picture(path, member.filename, archive.read(member), "L")
-                    yield f"{alphabet}/{character}", shrink(image)
+        for name, data in members(path):
+            if name.endswith(".png"):
+                _, alphabet, character, _ = name.split("/")
+                yield f"{alphabet}/{character}", shrink(picture(path, name, data, "L"))
+
+
+def npy_header(file) -> tuple[tuple[int, ...], bool, np.dtype]:
+    read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
+    return read[np.lib.format.read_magic(file)[0]](file)
 
 
 def mini_quickdraw(raw, cache):
     """<class>.npy, (drawings, 784) uint8, bright strokes on black: turned to dark on white as Omniglot has them."""
     for path in quickdraw_files(raw, cache):
         with open(path, "rb") as file:
-            header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
-            shape, fortran, dtype = header[np.lib.format.read_magic(file)[0]](file)
+            shape, fortran, dtype = npy_header(file)
             if len(shape) != 2 or shape[1] != 784 or dtype != np.uint8 or fortran:
                 raise Problem(f"{path} holds {dtype} of shape {shape}, not drawings (n, 784) uint8; get it again.")
             rows = min(shape[0], DRAWINGS)
@@ -205,24 +237,12 @@ def quickdraw_files(raw, cache) -> list[Path]:
 def cifar_fs(raw, cache):
     """CIFAR-100's binary archive: per image a coarse label, a fine label and 3x32x32 bytes."""
     (path,) = obtain("cifar_fs", raw, cache)
-    with tarfile.open(path) as archive:
-        read = lambda member: archive.extractfile(f"cifar-100-binary/{member}").read()
-        names = read("fine_label_names.txt").decode().split()
-        for part in ("train.bin", "test.bin"):
-            for row in np.frombuffer(read(part), np.uint8).reshape(-1, 3074):
-                image = Image.fromarray(row[2:].reshape(3, 32, 32).transpose(1, 2, 0))
-                yield names[row[1]], shrink(image)
-
-
-def members(path: Path):
-    """(name, bytes) of every file of a tar or a folder, in its order."""
-    if path.is_dir():
-        yield from ((file.relative_to(path).as_posix(), file.read_bytes()) for file in sorted(path.rglob("*.*")))
-        return
-    with tarfile.open(path) as archive:
-        for member in archive:
-            if member.isfile() and member.size < LARGEST:
-                yield member.name, archive.extractfile(member).read()
+    files = {name.removeprefix("cifar-100-binary/"): data for name, data in members(path)}
+    names = files["fine_label_names.txt"].decode().split()
+    for part in ("train.bin", "test.bin"):
+        for row in np.frombuffer(files[part], np.uint8).reshape(-1, 3074):
+            image = Image.fromarray(row[2:].reshape(3, 32, 32).transpose(1, 2, 0))
+            yield names[row[1]], shrink(image)
 
 
 def mini_imagenet(raw, cache):
@@ -263,7 +283,7 @@ def read_mat(path: Path) -> dict[str, np.ndarray]:
     arrays = {}
     for kind, data in elements(path.read_bytes()[128:]):
         if kind == 15:
-            ((kind, data),) = elements(zlib.decompress(data))
+            ((kind, data),) = elements(zlib.decompressobj().decompress(data, LARGEST))
         if kind == 14:  # a matrix: flags, shape, name, values
             _, _, (_, name), (kind, values) = list(elements(data))[:4]
             arrays[name.decode()] = np.frombuffer(values, "<" + kinds[kind])
@@ -292,6 +312,7 @@ def read_folder(path: Path, mode: str) -> tuple[np.ndarray, np.ndarray, list[str
     for c, name in enumerate(names):
         for file in sorted((path / name).iterdir()):
             if file.suffix.lower() in Image.registered_extensions():
+                sane(path, f"{name}/{file.name}", file.stat().st_size, False)
                 images.append(shrink(picture(path, f"{name}/{file.name}", file.read_bytes(), mode)))
                 labels.append(c)
         if c not in labels[-1:]:
@@ -445,7 +466,8 @@ def pack(name: str, raw: Path | None, data: Path) -> Path:
     try:
         items = sorted(UNPACK[name](raw, data / "raw"), key=lambda item: item[0])
     except DAMAGE as error:
-        raise Problem(f"{name}: its archive is damaged or not in the official layout ({error}); get it again.")
+        why = str(error).split("\n")[0]
+        raise Problem(f"{name}: its archive is damaged or not in the official layout ({why}); get it again.")
     names, labels = np.unique([item[0] for item in items], return_inverse=True)
     if len(names) != CLASSES[name]:
         raise Problem(f"{name}: the archive holds {len(names)} classes, not {CLASSES[name]}; get it again.")
@@ -461,14 +483,35 @@ def pack(name: str, raw: Path | None, data: Path) -> Path:
     return path
 
 
+def read_npz(path: Path) -> tuple[np.ndarray, ...]:
+    """images, labels, names and origin of a packed dataset, all checked before any is read into memory."""
+    kinds = {"images": "u", "labels": "iu", "names": "U", "origin": "U"}
+    again = f"delete it and make it again with: bash run.sh data {path.stem}"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name, kind in kinds.items():
+                with archive.open(f"{name}.npy") as file:
+                    shape, _, dtype = npy_header(file)
+                if dtype.kind not in kind or math.prod(shape) * dtype.itemsize > 4 * LARGEST:
+                    raise ValueError(f"{name} is {dtype} of shape {shape}")
+        with np.load(path, allow_pickle=False) as z:
+            images, labels, names, origin = (z[name] for name in kinds)
+    except FileNotFoundError:
+        raise Problem(f"{path} is not there; make it with: bash run.sh data {path.stem}")
+    except DAMAGE as error:
+        why = str(error).split("\n")[0]
+        raise Problem(f"{path} is damaged ({why}); {again}")
+    sound = images.dtype == np.uint8 and images.shape[1:3] == (28, 28) and images.shape[3:] in ((), (3,))
+    sound = sound and labels.shape == images.shape[:1] and len(labels) and (np.diff(labels) >= 0).all()
+    if not sound or set(labels.tolist()) != set(range(len(names))) or origin.shape != (2,):
+        raise Problem(f"{path} does not hold 28x28 uint8 images sorted by class; {again}")
+    return images, labels, names, origin
+
+
 def describe(path: Path) -> list[str]:
     """Classes, images, source and checksum, as the table shows them."""
-    try:
-        with np.load(path, allow_pickle=False) as z:
-            source, checksum = z["origin"] if "origin" in z else ("unknown", "unknown")
-            return [f"{len(z['names']):,}", f"{len(z['labels']):,}", source, checksum]
-    except DAMAGE as error:
-        raise Problem(f"{path} is damaged ({error}); delete it and run again.")
+    _, labels, names, origin = read_npz(path)
+    return [f"{len(names):,}", f"{len(labels):,}", *origin]
 
 
 class Parser(argparse.ArgumentParser):

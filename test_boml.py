@@ -1,5 +1,6 @@
 """What boml.py promises, as properties. Sizes and seeds are drawn by hypothesis, arrays from the seed; float64."""
-import dataclasses, hashlib, http.server, io, json, re, subprocess, sys, tarfile, threading, zipfile, zlib
+import dataclasses, gzip, hashlib, http.server, io, json, os, pickle, re, resource, signal, struct, subprocess, sys, tarfile
+import threading, time, zipfile, zlib
 from pathlib import Path
 
 import numpy as np
@@ -831,7 +832,7 @@ def fake_data(tmp_path_factory):
     ):
         labels = np.repeat(np.arange(len(names)), 3)
         images = rng.integers(0, 256, (len(labels), *shape), dtype=np.uint8)
-        np.savez(folder / f"{name}.npz", images=images, labels=labels, names=names)
+        np.savez(folder / f"{name}.npz", images=images, labels=labels, names=names, origin=["made up", "none"])
     return folder
 
 
@@ -910,6 +911,156 @@ def test_resumed_run_equals_unbroken(method, tmp_path):
     assert rows_of(tmp_path / "broken" / "record.jsonl") == rows_of(tmp_path / "whole" / "record.jsonl")
     a, b = (torch.load(tmp_path / out / "checkpoint.pt", weights_only=True) for out in ("broken", "whole"))
     assert all(torch.equal(a["theta"][n], b["theta"][n]) for n in a["theta"])
+
+
+def toy_run(out, method, cfg=None, tell=lambda *_: None):
+    sequence = [toy_data(0, iterations=6), toy_data(1, name="mini_quickdraw", iterations=8)]
+    boml.run(cfg or toy_config(eval_every=4), facts(method), sequence, sequence, out, tell)
+
+
+def assert_same_run(a, b):
+    """The same record but for its times, and the same final state, bit by bit."""
+    assert rows_of(a / "record.jsonl") == rows_of(b / "record.jsonl")
+    states = [torch.load(out / "checkpoint.pt", weights_only=True) for out in (a, b)]
+    flat = lambda x: [y for v in (x.values() if isinstance(x, dict) else x) for y in flat(v)] if isinstance(
+        x, (dict, list, tuple)) else [x]
+    for key in ("theta", "posterior", "buffer", "optimiser"):
+        one, two = (flat(state[key]) for state in states)
+        assert len(one) == len(two), key
+        assert all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(one, two)), key
+
+
+@pytest.mark.parametrize("method", boml.METHODS)
+def test_run_killed_again_and_again_equals_unbroken(method, tmp_path, monkeypatch):
+    """A run killed without warning at twenty random moments, and resumed each time, ends as one that was not."""
+    monkeypatch.setattr(boml, "CHECKPOINT_EVERY", 1)
+    start = time.time()
+    toy_run(tmp_path / "whole", method)
+    wait, rng = (time.time() - start) / 3, np.random.default_rng(0)
+    for kill in range(21):
+        pid = os.fork()
+        if not pid:
+            try:
+                toy_run(tmp_path / "killed", method)
+            finally:
+                os._exit(0)
+        if kill < 20:
+            time.sleep(rng.uniform(0, wait))
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("method", boml.METHODS)
+def test_stopped_run_equals_unbroken(method, tmp_path):
+    """A run asked to stop finishes its iteration and writes a checkpoint; resumed again and again, it ends the same."""
+    toy_run(tmp_path / "whole", method)
+    asked = np.random.default_rng(1)
+    for _ in range(60):
+        steps = []
+        toy_run(tmp_path / "stopped", method, tell=lambda *_: steps.append(asked.random() < 0.4) or steps[-1])
+        if not any(steps):
+            break
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+@settings(max_examples=10)
+@given(part=st.floats(0, 0.999), flip=st.booleans())
+def test_damaged_checkpoint_falls_back(part, flip, tmp_path_factory):
+    """A checkpoint cut off anywhere, or with a byte changed, is left for the one before it, and the run ends the same."""
+    out = tmp_path_factory.mktemp("run")
+    toy_run(out / "whole", "maml")
+    toy_run(out / "broken", "maml", tell=lambda share, text: "mini_quickdraw 5/" in text)
+    path = out / "broken" / "checkpoint.pt"
+    content = bytearray(path.read_bytes())
+    at = int(part * len(content))
+    if flip:
+        content[at] ^= 255
+    path.write_bytes(content if flip else content[:at])
+    toy_run(out / "broken", "maml")
+    assert_same_run(out / "broken", out / "whole")
+
+
+def test_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    """A full disk in the middle of a checkpoint loses nothing: the run resumes from the one before, and ends the same."""
+    toy_run(tmp_path / "whole", "ftml")
+    real_save, calls = torch.save, []
+
+    def save(state, file):
+        calls.append(1)
+        if len(calls) == 3:
+            file.write(b"half a checkpoint")
+            raise OSError(28, "No space left on device")
+        real_save(state, file)
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError, match="No space"):
+        toy_run(tmp_path / "full", "ftml")
+    toy_run(tmp_path / "full", "ftml")
+    assert_same_run(tmp_path / "full", tmp_path / "whole")
+
+
+def test_second_process_is_refused(tmp_path):
+    """While a run is at work in its folder, no other starts there."""
+    held = boml.lock(tmp_path)
+    with pytest.raises(boml.Problem, match="another process is at work"):
+        toy_run(tmp_path, "maml")
+    held.close()
+    toy_run(tmp_path, "maml")
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_ends_with_a_checkpoint(number, code, fake_data, tmp_path):
+    """SIGTERM and Ctrl-C end the command with their status, a checkpoint of every run, and how to go on."""
+    args = [*SMALL, "--iterations", "1000", "--eval-every", "1000", "--methods", "maml,bomla", "--jobs", "2"]
+    line = [sys.executable, HERE / "boml.py", "triathlon", "--data", fake_data, "--out", tmp_path, *args]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
+    for line in process.stderr:
+        if "maml-0 omniglot" in line or "bomla-0 omniglot" in line:
+            break
+    while len(list(tmp_path.glob("triathlon/*/lock"))) < 2:
+        time.sleep(0.1)
+    time.sleep(1)
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code and "the same command goes on from here" in errors
+    for method in ("maml", "bomla"):
+        state = torch.load(tmp_path / f"triathlon/{method}-0/checkpoint.pt", weights_only=True)
+        assert 0 < state["iteration"] < 1000
+
+
+@pytest.mark.parametrize("where", ["loss", "curvature"])
+def test_values_that_are_not_finite_stop_the_run(where, tmp_path, monkeypatch):
+    """A loss or a curvature that is not finite ends the run in a sentence with the dataset and the last good state."""
+    real_step, real_curvature = boml.meta_step, boml.adapted_curvature
+    if where == "loss":
+        monkeypatch.setattr(boml, "meta_step", lambda *a: real_step(*a) * np.nan)
+    else:
+        monkeypatch.setattr(boml, "adapted_curvature", lambda *a: {
+            n: tuple(f * np.nan for f in block) for n, block in real_curvature(*a).items()})
+    with pytest.raises(boml.Problem, match="loss of bomla became nan on omniglot by iteration 4|curvature of omniglot is not"):
+        toy_run(tmp_path, "bomla")
+
+
+@given(seeds, st.integers(2, 5), st.integers(2, 5))
+def test_extreme_eigenvalues(seed, P, O):
+    """Power iteration finds the smallest and the largest eigenvalue of a symmetric sum of Kronecker products."""
+    g = torch.Generator().manual_seed(seed)
+    half = [torch.randn(2, n, n, generator=g, dtype=torch.double) for n in (P, O)]
+    block = tuple(f + f.mT for f in half)
+    low, high = boml.extremes(block, torch.randn(O, P, generator=g, dtype=torch.double), 1000)
+    exact = np.linalg.eigvalsh(dense(block))
+    assert_close([low, high], exact[[0, -1]], rtol=1e-2, atol=1e-2 * abs(exact).max())
+
+
+def test_indefinite_precision_is_made_definite(capsys):
+    """A precision with a negative eigenvalue is reported, and gets the multiple of the identity that it lacks."""
+    cfg, eye = toy_config(), torch.eye(5, dtype=torch.double)[None]
+    block = (eye, torch.diag(torch.tensor([-2.0, 1.0, 3.0, 0.5], dtype=torch.double))[None])
+    posterior = boml.Laplace(cfg, {})
+    made = posterior.definite("conv1", block, torch.rand(4, 5, dtype=torch.double), toy_data())
+    assert_close(np.linalg.eigvalsh(dense(made))[[0, -1]], [0.0, 5.0], atol=1e-6)
+    assert "conv1 after omniglot is not positive semi-definite" in capsys.readouterr().err
 
 
 def made_up(method, seed, accuracies):
@@ -998,7 +1149,7 @@ def spoil(folder, fake_data, how):
         np.savez(folder / "cifar_fs.npz", images=np.zeros((3, 28, 28), np.uint8))
     else:
         with np.load(fake_data / "cifar_fs.npz") as z:
-            np.savez(folder / "cifar_fs.npz", images=z["images"].astype(np.float32), labels=z["labels"], names=z["names"])
+            np.savez(folder / "cifar_fs.npz", **dict(z) | dict(images=z["images"].astype(np.float32)))
 
 
 def test_merge_rank_beyond_the_factors():
@@ -1023,9 +1174,6 @@ def test_bad_data_file(how, fake_data, tmp_path):
     spoil(tmp_path, fake_data, how)
     with pytest.raises(boml.Problem, match="cifar_fs.npz"):
         boml.load_dataset("cifar_fs", tmp_path)
-    if how != "not uint8":
-        with pytest.raises(data_prep.Problem, match="cifar_fs.npz"):
-            data_prep.describe(tmp_path / "cifar_fs.npz")
 
 
 def own_folder(path, classes, each=4):
@@ -1189,7 +1337,7 @@ def test_archive_in_official_layout(name, tmp_path, monkeypatch):
     write(tmp_path)
     monkeypatch.setitem(data_prep.CLASSES, name, classes)
     data_prep.pack(name, tmp_path, tmp_path / "data")
-    x, labels, names = boml.read_npz(tmp_path / "data" / f"{name}.npz")
+    x, labels, names, _ = data_prep.read_npz(tmp_path / "data" / f"{name}.npz")
     assert len(names) == classes and len(x) == images and x.dtype == np.uint8 and x.shape[1:3] == (28, 28)
     if name == "mini_quickdraw":
         assert (x == 0).all()  # bright strokes on black became dark on white
@@ -1231,6 +1379,169 @@ def test_damaged_archive(name, tmp_path):
     with pytest.raises(data_prep.Problem, match="damaged|cut off|not a readable image"):
         data_prep.pack(name, tmp_path, tmp_path / "data")
     assert not list(tmp_path.glob("data/*.npz"))
+
+
+def zip_of(name="images_background/A/c01/1.png", content=None, **changes):
+    """A writer of images_background.zip with one member, changed."""
+    def write(folder):
+        write_omniglot(folder)
+        with zipfile.ZipFile(folder / "images_background.zip", "w", zipfile.ZIP_DEFLATED) as z:
+            info = zipfile.ZipInfo(name)
+            info.filename = name  # as it is, also with backslashes
+            for key, value in changes.items():
+                setattr(info, key, value)
+            z.writestr(info, png() if content is None else content)
+    return write
+
+
+def tar_of(name="cifar-100-binary/train.bin", content=b"", **changes):
+    """A writer of cifar-100-binary.tar.gz with one member, changed; a size of its own is declared but not there."""
+    def write(folder):
+        file, info = io.BytesIO(), tarfile.TarInfo(name)
+        info.size = len(content)
+        for key, value in changes.items():
+            setattr(info, key, value)
+        file.write(info.tobuf() + content + bytes(-len(content) % 512 + 1024))
+        (folder / "cifar-100-binary.tar.gz").write_bytes(gzip.compress(file.getvalue()))
+    return write
+
+
+def npy_of(shape, dtype="|u1", data=b"", fortran=False):
+    header = str(dict(descr=dtype, fortran_order=fortran, shape=shape)).encode()
+    header += b" " * (-(len(header) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
+
+
+def drawings_of(content):
+    return lambda folder: (folder / "cat.npy").write_bytes(content)
+
+
+def labels_of(content):
+    def write(folder):
+        write_flowers(folder)
+        (folder / "imagelabels.mat").write_bytes(bytes(128) + content)
+    return write
+
+
+def bomb(size):
+    """An image of one bit per pixel, far larger than its file."""
+    file = io.BytesIO()
+    Image.new("1", size).save(file, "PNG")
+    return file.getvalue()
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch owned",)
+
+
+HOSTILE = {  # dataset, how to write its archive
+    "zip: not one": ("omniglot", lambda f: [(f / f"images_{p}.zip").write_bytes(b"hello") for p in ("background", "evaluation")]),
+    "zip: path upwards": ("omniglot", zip_of("images_background/../../evil.png")),
+    "zip: absolute path": ("omniglot", zip_of("/etc/evil.png")),
+    "zip: backslashes upwards": ("omniglot", zip_of("a\\..\\..\\evil.png")),
+    "zip: drive": ("omniglot", zip_of("C:/evil.png")),
+    "zip: link": ("omniglot", zip_of(external_attr=0o120777 << 16)),
+    "zip: bomb": ("omniglot", zip_of(content=bytes(300 << 20), compress_type=zipfile.ZIP_DEFLATED)),
+    "zip: path too short": ("omniglot", zip_of("evil.png")),
+    "zip: no image": ("omniglot", zip_of(content=b"\x89PNG\r\n\x1a\nnot really")),
+    "zip: empty image": ("omniglot", zip_of(content=b"")),
+    "zip: image bomb": ("omniglot", zip_of(content=bomb((20000, 20000)))),
+    "zip: wide image bomb": ("omniglot", zip_of(content=bomb((1 << 27, 1)))),
+    "tar: not one": ("cifar_fs", lambda f: (f / "cifar-100-binary.tar.gz").write_bytes(b"hello")),
+    "tar: empty": ("cifar_fs", lambda f: (f / "cifar-100-binary.tar.gz").write_bytes(b"")),
+    "tar: path upwards": ("cifar_fs", tar_of("cifar-100-binary/../../evil")),
+    "tar: absolute path": ("cifar_fs", tar_of("/etc/evil")),
+    "tar: symbolic link": ("cifar_fs", tar_of(type=tarfile.SYMTYPE, linkname="/etc/passwd")),
+    "tar: hard link": ("cifar_fs", tar_of(type=tarfile.LNKTYPE, linkname="/etc/passwd")),
+    "tar: device": ("cifar_fs", tar_of(type=tarfile.CHRTYPE)),
+    "tar: a petabyte": ("cifar_fs", tar_of(size=1 << 50)),
+    "tar: more declared than there": ("cifar_fs", tar_of(size=100 << 20)),
+    "tar: files missing": ("cifar_fs", tar_of()),
+    "npy: garbage": ("mini_quickdraw", drawings_of(b"\x93NUMPY\x01\x00\xff\xff{'descr'")),
+    "npy: version": ("mini_quickdraw", drawings_of(b"\x93NUMPY\x09\x00" + bytes(100))),
+    "npy: code in header": ("mini_quickdraw", drawings_of(b"\x93NUMPY\x01\x00\x20\x00__import__('os').system('date')   ")),
+    "npy: pickle": ("mini_quickdraw", drawings_of(npy_of((1, 784), "|O", pickle.dumps(Evil())))),
+    "npy: exabytes": ("mini_quickdraw", drawings_of(npy_of((1 << 60, 784)))),
+    "npy: negative": ("mini_quickdraw", drawings_of(npy_of((-5, 784)))),
+    "npy: other shape": ("mini_quickdraw", drawings_of(npy_of((5, 28, 28), data=bytes(5 * 784)))),
+    "npy: cut off": ("mini_quickdraw", drawings_of(npy_of((5, 784), data=bytes(784)))),
+    "mat: empty": ("vgg_flowers", labels_of(b"")),
+    "mat: bomb": ("vgg_flowers", labels_of(struct.pack("<II", 15, 10**6) + zlib.compress(bytes(600 << 20), 1))),
+    "mat: not compressed": ("vgg_flowers", labels_of(struct.pack("<II", 15, 8) + b"garbage!")),
+    "mat: sizes without sense": ("vgg_flowers", labels_of(struct.pack("<II", 14, 1 << 31) + bytes(64))),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_archive(case, tmp_path, monkeypatch):
+    """It ends in one sentence, with the data folder as it was, no file anywhere else, and within a gigabyte."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "raw").mkdir()
+    name, write = HOSTILE[case]
+    write(tmp_path / "raw")
+    before = sorted(tmp_path.rglob("*"))
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), limit[1]))
+    try:
+        with pytest.raises(data_prep.Problem) as problem:
+            data_prep.main([name, "--raw", "raw", "--data", "data"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert "\n" not in str(problem.value) and ("raw/" in str(problem.value) or name in str(problem.value))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def packed(**changes):
+    arrays = dict(images=np.zeros((6, 28, 28), np.uint8), labels=np.repeat([0, 1, 2], 2), names=np.array(["a", "b", "c"]),
+                  origin=np.array(["made up", "none"])) | changes
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as z:
+        for name, array in arrays.items():
+            content = io.BytesIO()
+            if not isinstance(array, bytes):
+                np.lib.format.write_array(content, array)
+            z.writestr(f"{name}.npy", array if isinstance(array, bytes) else content.getvalue())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"hello", packed()[:-30], packed(images=npy_of((1 << 40, 28, 28))), packed(images=np.zeros((6, 28, 28))),
+    packed(images=np.zeros((6, 27, 28), np.uint8)), packed(images=np.zeros((6, 28, 28, 4), np.uint8)),
+    packed(images=npy_of((6, 28, 28), data=b"short")), packed(labels=np.array([0, 0, 1, 1, 2, 9])),
+    packed(labels=np.array([0, 0, 1, 1, -1, 2])), packed(labels=np.array([2, 2, 1, 1, 0, 0])),
+    packed(labels=np.arange(5)), packed(labels=np.zeros(6)), packed(names=np.array([Evil()] * 3, dtype=object)),
+    packed(names=np.array(["a", "b"])), packed(names=npy_of((3,), "|O", pickle.dumps([Evil()] * 3)))])
+def test_hostile_packed_file(content, tmp_path):
+    """A packed file that is not what it should be is refused in one sentence that names it."""
+    (tmp_path / "cifar_fs.npz").write_bytes(content)
+    with pytest.raises(boml.Problem, match="cifar_fs.npz") as problem:
+        boml.load_dataset("cifar_fs", tmp_path)
+    assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", pickle.dumps(Evil()), pickle.dumps({"theta": 1})])
+def test_hostile_checkpoint(content, tmp_path, monkeypatch, capsys):
+    """A checkpoint that is none is not believed: the run says so and starts from what it can trust."""
+    monkeypatch.chdir(tmp_path)
+    toy_run(tmp_path / "whole", "maml")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(content)
+    toy_run(tmp_path / "run", "maml")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert "checkpoint.pt is damaged" in capsys.readouterr().err and not (tmp_path / "owned").exists()
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(["methods", "seeds", "sequence", "schedule", "device", "jobs"] + [
+    f.name.replace("_", "-") for f in dataclasses.fields(boml.Config) if f.type != "bool"]), st.text(max_size=12))
+def test_any_text_as_an_option(option, text):
+    """Whatever stands after an option, the answer is a configuration or one sentence."""
+    try:
+        boml.parse(["triathlon", f"--{option}={text}"])
+    except boml.Problem as problem:
+        assert str(problem).strip()
 
 
 @pytest.mark.skipif(not RAW.is_dir(), reason="the real archives are not here")
