@@ -305,7 +305,7 @@ def fetch(data: Dataset, index: Tensor, cfg: Config) -> tuple[Tensor, Tensor, Te
     for r in range(1, data.setting.turns):
         x = torch.where((index // len(data.images) == r)[..., None, None, None], still.rot90(r, (-2, -1)), x)
     low, high = x.amin((-3, -2, -1), keepdim=True), x.amax((-3, -2, -1), keepdim=True)
-    x = (x - low) / (high - low).clamp(min=1).float()  # each image to [0, 1]
+    x = (x - low) / (high - low).clamp(min=1).to(torch.get_default_dtype())  # each image to [0, 1]
     x = x.expand(*x.shape[:3], cfg.channels, 28, 28)
     y = torch.arange(cfg.way, device=x.device)[:, None].expand(index.shape)  # classes come in random order
     parts = [part for a, b in ((0, cfg.shot), (cfg.shot, None)) for part in (x[:, :, a:b], y[:, :, a:b])]
@@ -410,6 +410,23 @@ def spread(theta: Params, tasks: int) -> Params:
     return {n: v.expand(tasks, *v.shape) for n, v in theta.items()}
 
 
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of the processes of torchrun
+
+
+def mine(before: int = 0) -> slice:
+    """Which of some tasks are this process's, after `before` others have been dealt out over the processes."""
+    return slice((RANK - before) % RANKS, None, RANKS)
+
+
+def over_ranks(values: list[Tensor]) -> list[Tensor]:
+    """The sum of each over all processes."""
+    if RANKS == 1:
+        return values
+    flat = torch.cat([v.flatten() for v in values])
+    torch.distributed.all_reduce(flat)
+    return [part.view_as(v) for part, v in zip(flat.split([v.numel() for v in values]), values)]
+
+
 def meta_gradient(theta: Params, batch, rate, steps, support_weight, net=network) -> tuple[Tensor, list[Tensor]]:
     """Sum over tasks of L(adapted, query) [Eq. 2] + support_weight L(theta, support) [Eq. 8], and its gradient.
 
@@ -484,11 +501,12 @@ def output_factor(name: str, x: Tensor, g: Tensor, T: int) -> Tensor:
     return g.mT @ g / g.shape[1]
 
 
-def fisher_blocks(p: Params, x: Tensor, exact: bool, rng, net=network) -> dict[str, Block]:
+def fisher_blocks(p: Params, x: Tensor, u: Tensor | None, net=network) -> dict[str, Block]:
     """K-FAC of T networks on their own inputs x (T, B, ...): of each layer A and G, one per task.
 
-    The labels are the model's own, never the data's: one draw, or the expectation over all of them, for which the
-    columns sqrt(p_c) (p - e_c) of the square root of diag(p) - p p' are N gradients in the logits.
+    The labels are the model's own, never the data's: one draw, by uniform numbers u (T, B); or without u the expectation
+    over all of them, for which the columns sqrt(p_c) (p - e_c) of the square root of diag(p) - p p' are N gradients in
+    the logits.
     """
     seen = {}
 
@@ -498,10 +516,10 @@ def fisher_blocks(p: Params, x: Tensor, exact: bool, rng, net=network) -> dict[s
 
     logits = net(p, x, watched)  # (T, B, N)
     prob, eye = logits.detach().softmax(-1), torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
-    if exact:
+    if u is None:
         signals = [prob[..., c, None].sqrt() * (prob - eye[c]) for c in range(len(eye))]
-    else:
-        signals = [prob - eye[prob.flatten(0, 1).multinomial(1, generator=rng).view(prob.shape[:2])]]
+    else:  # the first class whose cumulative probability exceeds u
+        signals = [prob - eye[(prob.cumsum(-1)[..., :-1] <= u[..., None]).sum(-1)]]
     outputs, G = [h for _, h in seen.values()], dict.fromkeys(seen, 0.0)
     for signal in signals:
         grads = torch.autograd.grad(logits, outputs, signal, retain_graph=True)
@@ -521,29 +539,33 @@ def sandwich(support: Block, query: Block, a: float) -> Block:
     return terms(A, A_q), terms(G, G_q) * G.new_tensor([1, -a, -a, a * a])[:, None, None]
 
 
-def adapted_curvature(theta: Params, batches, rate, steps, a: float, cfg: Config, rng, net=network) -> dict[str, Block]:
+def adapted_curvature(theta: Params, batches, rate, steps, a: float, cfg: Config, net=network) -> dict[str, Block]:
     """Eqs. 25 to 28: the Fisher of the query sets at the adapted parameters as seen from theta (Eq. 11), per layer.
 
     The adaptation's Jacobian is I - a H, H being K-FAC's curvature of the support loss at theta.
     DIFFERS: the paper has a = 1 (Eq. 12); the derivative of one step of SGD has a = its rate.
     The mean over tasks is of each product of factors, as in the paper (`products`), or of each factor (`averages`).
+    Each batch is x_s, y_s, x_q, y_q and, if labels are to be drawn, uniform numbers for the support and query sets.
     """
     sums, tasks, products = {}, 0, cfg.averaging == "products"
-    for x_s, y_s, x_q, _ in batches:
-        T = len(x_s)
+    for x_s, y_s, x_q, _, *u in batches:
+        T, (u_s, u_q) = len(x_s), u or (None, None)
+        if not T:  # another process has them all
+            continue
         start = leaves(spread(theta, T))
-        support = fisher_blocks(start, x_s, cfg.exact_labels, rng, net)
+        support = fisher_blocks(start, x_s, u_s, net)
         adapted, _ = adapt(start, x_s, y_s, rate, steps, net=net)
-        parts = [fisher_blocks({n: v[part] for n, v in adapted.items()}, x_q[part], cfg.exact_labels, rng, net)
+        parts = [fisher_blocks({n: v[part] for n, v in adapted.items()}, x_q[part], u_q if u_q is None else u_q[part], net)
                  for part in chunks(T, x_s.device)]
         for name, s in support.items():
             q = tuple(torch.cat(f) for f in zip(*(part[name] for part in parts)))
             new = [f.sum(0) for f in (*(sandwich(s, q, a) if products else q), *s)]
             sums[name] = [x + y for x, y in zip(sums[name], new)] if name in sums else new
         tasks += T
-    blocks = {}
+    *flat, tasks = over_ranks([f for block in sums.values() for f in block] + [x_s.new_tensor(tasks)])
+    blocks, flat = {}, iter(flat)
     for name, block in sums.items():
-        mean = [f / tasks for f in block]
+        mean = [next(flat) / tasks for _ in block]
         q, s = mean[: len(mean) // 2], mean[len(mean) // 2 :]
         blocks[name] = tuple(q) if products else sandwich(s, q, a)
         if cfg.support_hessian:
@@ -606,8 +628,9 @@ class Point:
     def __init__(self, cfg: Config, theta: Params):
         self.cfg, self.extra = cfg, {}  # what is trained beside theta
 
-    def gradient(self, theta: Params, batch, rate: float, steps: int, rng) -> tuple[Tensor, list[Tensor]]:
-        """The sum over tasks of the likelihood's part of the objective, and its gradient in theta and extra."""
+    def gradient(self, theta: Params, batch, rate: float, steps: int, rngs) -> tuple[Tensor, list[Tensor]]:
+        """The sum over tasks of the likelihood's part of the objective, and its gradient in theta and extra; `rngs` has
+        a generator for each task."""
         return meta_gradient(theta, batch, rate, steps, self.support_weight)
 
     def penalty(self, theta: Params) -> tuple[Tensor | float, list[Tensor] | None]:
@@ -617,7 +640,7 @@ class Point:
     def absorb(self, theta: Params, data: Dataset, rng):
         """What the posterior takes from the dataset just learned."""
 
-    def predict(self, p: Params, x: Tensor, rng) -> dict[str, Tensor]:
+    def predict(self, p: Params, x: Tensor, rngs) -> dict[str, Tensor]:
         """Log-probabilities (T, B, N) under adapted parameters, by the prefix of their scores in the record."""
         return {"": network(p, x).log_softmax(-1)}
 
@@ -654,10 +677,16 @@ class Laplace(Point):
 
     def absorb(self, theta, data, rng):
         cfg, setting = self.cfg, data.setting
-        sizes = [min(8, cfg.hessian_tasks - done) for done in range(0, cfg.hessian_tasks, 8)]
-        batches = (fetch(data, sample_tasks(data, "train", T, cfg, rng), cfg) for T in sizes)
+
+        def batches():
+            for done in range(0, cfg.hessian_tasks, 8 * RANKS):
+                index = sample_tasks(data, "train", min(8 * RANKS, cfg.hessian_tasks - done), cfg, rng)
+                uniform = lambda each: torch.rand(len(index), cfg.way * each, generator=rng, device=index.device)[mine()]
+                u = () if cfg.exact_labels else (uniform(cfg.shot), uniform(cfg.query))
+                yield *fetch(data, index[mine()], cfg), *u
+
         a = number("jacobian_rate", cfg.jacobian_rate or setting.inner_rate)
-        new = adapted_curvature(theta, batches, setting.inner_rate, setting.inner_steps, a, cfg, rng)
+        new = adapted_curvature(theta, batches(), setting.inner_rate, setting.inner_steps, a, cfg)
         self.mean = {n: v.detach().clone() for n, v in theta.items()}
         for name, block in new.items():
             need(all(f.isfinite().all() for f in block), f"the curvature of {data.name} is not finite in {name}; try a "
@@ -694,13 +723,14 @@ KL_WEIGHTS = {  # DIFFERS: fixed numbers, against the mean loss over query image
 }
 
 
-def noisy_layer(variance: Params, rng):
-    """A `layer` whose parameters are normal: p their mean, variance (T, ...) their variance."""
+def noisy_layer(variance: Params, rngs: list):
+    """A `layer` whose parameters are normal: p their mean, variance (T, ...) their variance; a generator per task."""
 
     def noise(h: Tensor) -> Tensor:  # drawn in the order of a channels-last tensor, which is five times as fast for one
-        order = (0, 2, 3, 1) if h.dim() == 4 else tuple(range(h.dim()))
-        eps = torch.randn([h.shape[d] for d in order], generator=rng, dtype=h.dtype, device=h.device)
-        return eps.permute(0, 3, 1, 2) if h.dim() == 4 else eps
+        B, width = len(h), h.shape[1] // len(rngs)
+        shape = (B, *h.shape[2:], width) if h.dim() == 4 else h.shape[1:]
+        eps = [torch.randn(shape, generator=rng, dtype=h.dtype, device=h.device) for rng in rngs]
+        return torch.cat(eps, -1).permute(0, 3, 1, 2) if h.dim() == 4 else torch.stack(eps)
 
     def noisy(p: Params, name: str, x: Tensor) -> Tensor:
         if name.startswith("norm"):  # scale and shift are drawn anew for each image
@@ -735,7 +765,7 @@ class Variational(Point):
         self.kl_weight = number("kl_weight", KL_WEIGHTS.get(cfg.kl_weight, cfg.kl_weight))
         self.history: list[Params] = []  # after each dataset every conv's variances, mean over 3x3: (filters, inputs)
 
-    def expected_loss(self, mean: Params, x: Tensor, y: Tensor, rng) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def expected_loss(self, mean: Params, x: Tensor, y: Tensor, rngs) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """E_q of the cross-entropy, summed over the tasks of mean (T, ...), by S samples; gradients in mean and logvar.
 
         One sample after the other: batch norm then sees one sample's batch, and memory does not grow with S.
@@ -744,21 +774,22 @@ class Variational(Point):
         mean, logvar = leaves(mean), leaves(self.extra)
         for _ in range(self.cfg.mc_samples):
             variance = spread({n: v.exp() for n, v in logvar.items()}, len(x))
-            loss = cross_entropy(network(mean, x, noisy_layer(variance, rng)), y).sum() / self.cfg.mc_samples
+            loss = cross_entropy(network(mean, x, noisy_layer(variance, rngs)), y).sum() / self.cfg.mc_samples
             grads = torch.autograd.grad(loss, [*mean.values(), *logvar.values()])
             sums = grads if sums is None else [a + b for a, b in zip(sums, grads)]
             total = total + loss.detach()
         return total, sums[: len(mean)], sums[len(mean) :]
 
-    def gradient(self, theta, batch, rate, steps, rng):
+    def gradient(self, theta, batch, rate, steps, rngs):
         """Eq. 14: adapt the mean by gradients at the mean (Eqs. 33, 34); then both likelihoods in expectation."""
         x_s, y_s, x_q, y_q = batch
         T, total, cotangents, logvar_grads = len(x_s), 0.0, [], []
         adapted, _ = adapt(spread(theta, T), x_s, y_s, rate, steps, second_order=True)
         for part in chunks(T, x_s.device):
-            query, g, g_logvar = self.expected_loss({n: v[part] for n, v in adapted.items()}, x_q[part], y_q[part], rng)
+            mean = {n: v[part] for n, v in adapted.items()}
+            query, g, g_logvar = self.expected_loss(mean, x_q[part], y_q[part], rngs[part])
             total, cotangents, logvar_grads = total + query, cotangents + [g], logvar_grads + [g_logvar]
-        support, g_s, g_logvar = self.expected_loss(spread(theta, T), x_s, y_s, rng)
+        support, g_s, g_logvar = self.expected_loss(spread(theta, T), x_s, y_s, rngs)
         g_q = [torch.cat(c) for c in zip(*cotangents)]
         grads = torch.autograd.grad(list(adapted.values()), list(theta.values()), g_q)
         grads = [a + b.sum(0) for a, b in zip(grads, g_s)]
@@ -773,11 +804,11 @@ class Variational(Point):
         new = {n: v.detach().exp().mean((2, 3)) for n, v in self.extra.items() if n.startswith("conv")}
         self.history = (self.history + [new])[:10]  # enough for the figure
 
-    def predict(self, p, x, rng):
+    def predict(self, p, x, rngs):
         variance = spread({n: v.detach().exp() for n, v in self.extra.items()}, len(x))
         S = self.cfg.mc_samples
-        samples = [network(p, x, noisy_layer(variance, rng)).log_softmax(-1) for _ in range(S)]
-        return super().predict(p, x, rng) | {"sampled_": torch.stack(samples).logsumexp(0) - math.log(S)}
+        samples = [network(p, x, noisy_layer(variance, rngs)).log_softmax(-1) for _ in range(S)]
+        return super().predict(p, x, rngs) | {"sampled_": torch.stack(samples).logsumexp(0) - math.log(S)}
 
     def state(self):
         return dict(extra={n: v.detach() for n, v in self.extra.items()}, prior=self.prior, history=self.history)
@@ -794,20 +825,25 @@ class Variational(Point):
 def evaluate(theta: Params, posterior: Point, data: Dataset, cfg: Config, seed: int) -> dict[str, float]:
     """Scores on the query sets of unseen classes, the same tasks for every method; each posterior may predict in
     more ways than one."""
-    device = data.images.device
-    rng = stream(device, seed, "evaluate", data.name)
-    index = sample_tasks(data, cfg.split, cfg.eval_tasks, cfg, rng)
+    device, tasks = data.images.device, torch.arange(cfg.eval_tasks)
+    index = sample_tasks(data, cfg.split, cfg.eval_tasks, cfg, stream(device, seed, "evaluate", data.name))
     found: dict[str, list[Tensor]] = {}
-    for some in index.split(4 if device.type == "cpu" else cfg.eval_tasks):
-        x_s, y_s, x_q, y_q = fetch(data, some, cfg)
+    for some in tasks[mine()].split(4 if device.type == "cpu" else cfg.eval_tasks):
+        x_s, y_s, x_q, y_q = fetch(data, index[some], cfg)
+        rngs = [stream(device, seed, "evaluate", data.name, task) for task in some.tolist()]
         p, _ = adapt(leaves(spread(theta, len(some))), x_s, y_s, data.setting.inner_rate, data.setting.eval_steps)
         with torch.no_grad():
             for part in chunks(len(some), device):
-                for prefix, log in posterior.predict({n: v[part] for n, v in p.items()}, x_q[part], rng).items():
+                here = {n: v[part] for n, v in p.items()}
+                for prefix, log in posterior.predict(here, x_q[part], rngs[part]).items():
                     sure, guess = log.max(-1)
                     true = log.gather(-1, y_q[part][..., None])[..., 0]
                     found.setdefault(prefix, []).append(torch.stack([(guess == y_q[part]).to(log), -true, sure.exp()]))
-    found = {prefix: torch.cat(parts, 1).double() for prefix, parts in found.items()}
+    for prefix, parts in found.items():
+        values = torch.cat(parts, 1)
+        found[prefix] = values.new_zeros(3, cfg.eval_tasks, values.shape[2])
+        found[prefix][:, mine()] = values
+        found[prefix] = over_ranks([found[prefix]])[0].double()
     for values in found.values():
         need(values.isfinite().all(), f"adapting to {data.name} gave values that are not finite; try a smaller "
              "--inner-rate for it.")
@@ -899,18 +935,26 @@ class Tasks:
         self.buffer[t][i * M : (i + 1) * M] = new
 
 
-def meta_step(theta: Params, posterior: Point, optimiser, batch, cfg: Config, rng) -> Tensor:
-    """One outer update on a meta-batch, each dataset in it with its own alpha and k; returns the objective."""
-    loss, grads = posterior.penalty(theta)
+def meta_step(theta: Params, posterior: Point, optimiser, batch, cfg: Config, noise) -> Tensor:
+    """One outer update on a meta-batch, each dataset in it with its own alpha and k; returns the objective.
+
+    `noise(m)` is a generator for task m of the meta-batch.
+    """
+    params, before = [*theta.values(), *posterior.extra.values()], 0
+    sums = [params[0].new_zeros(()), *map(torch.zeros_like, params)]  # of the loss and of its gradient
     for data, index in batch:
-        tasks = fetch(data, index, cfg)
-        value, new = posterior.gradient(theta, tasks, data.setting.inner_rate, data.setting.inner_steps, rng)
-        loss, new = loss + value / cfg.meta_batch, [g / cfg.meta_batch for g in new]
-        grads = new if grads is None else [a + b for a, b in zip(grads, new)]
-    for p, g in zip([*theta.values(), *posterior.extra.values()], grads):
-        p.grad = g
+        own, rngs = index[mine(before)], [noise(before + m) for m in range(len(index))[mine(before)]]
+        if rngs:
+            setting, tasks = data.setting, fetch(data, own, cfg)
+            loss, grads = posterior.gradient(theta, tasks, setting.inner_rate, setting.inner_steps, rngs)
+            sums = [a + b for a, b in zip(sums, (loss, *grads))]
+        before += len(index)
+    loss, *grads = (v / cfg.meta_batch for v in over_ranks(sums))
+    prior, prior_grads = posterior.penalty(theta)
+    for p, g, h in zip(params, grads, prior_grads or [0.0] * len(params)):
+        p.grad = g + h
     optimiser.step()
-    return loss
+    return loss + prior
 
 
 def new_optimiser(theta: Params, posterior: Point, cfg: Config) -> torch.optim.Adam:
@@ -948,7 +992,7 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], judges: list[Dataset]
         for i in range(begin, J):  # lines 4 to 11: meta-training on it
             falls = sum(i >= f * J for f in sequence[t].setting.decay) if cfg.decay and posterior.decays else 0
             optimiser.param_groups[0]["lr"] = cfg.outer_rate * 0.1**falls
-            noise = stream(device, seed, "noise", t, i)
+            noise = lambda m: stream(device, seed, "noise", t, i, m)
             loss = meta_step(theta, posterior, optimiser, tasks.batch(t, i), cfg, noise)
             share = (sum(cost[:t]) + cost[t] * (i + 1) / J) / sum(cost)
             stop = tell(share, f"{facts['method']}-{seed} {sequence[t].name} {i + 1}/{J}")
@@ -985,6 +1029,8 @@ def digest(cfg: Config, sequence: list[Dataset]) -> str:
 
 
 def add_row(out: Path, row: dict):
+    if RANK:
+        return
     with open(out / "record.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
@@ -994,7 +1040,7 @@ def add_row(out: Path, row: dict):
 def lock(out: Path):
     """The run's folder, for this process alone, for as long as the result is kept."""
     out.mkdir(parents=True, exist_ok=True)
-    file = open(out / "lock", "w")
+    file = open(out / f"lock{RANK or ''}", "w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -1004,6 +1050,8 @@ def lock(out: Path):
 
 def checkpoint(out: Path, settings: dict, state: dict):
     """Everything a resumed run needs; written beside the old ones, flushed, then put in place. The last two are kept."""
+    if RANK:
+        return
     last, before, new = out / "checkpoint.pt", out / "checkpoint.before.pt", out / "checkpoint.tmp"
     with open(new, "wb") as file:
         torch.save(state | dict(settings=settings, record=(out / "record.jsonl").stat().st_size), file)
@@ -1031,7 +1079,7 @@ def resume(out: Path, settings: dict, device) -> dict:
             print(f"boml: {path} is damaged ({why}); going back to what was before it.", file=sys.stderr, flush=True)
             state = None
     if state is None:
-        record.write_text("")
+        record.write_text("")  # also by other processes: nothing is in it yet
         return dict(stage=0, iteration=0, seconds=0.0, settings=settings, theta=None, posterior={}, buffer=[])
     old = state["settings"]
     differ = [f"{k} was {old.get(k)!r}, now {settings.get(k)!r}" for k in settings if old.get(k) != settings[k]]
@@ -1367,7 +1415,7 @@ def approximation(folder: Path, nets: int = 10, alpha: float = 0.4) -> str:
                 for form, (averaging, rate) in FORMS.items():
                     cfg = Config(averaging=averaging, exact_labels=True)
                     a = alpha if rate is None else rate
-                    blocks = adapted_curvature(theta, [batch], alpha, steps, a, cfg, None, tanh_network)
+                    blocks = adapted_curvature(theta, [batch], alpha, steps, a, cfg, tanh_network)
                     for pairs, rank in (("all pairs", 0), ("one pair", 1)):
                         for l, (where, block) in enumerate(zip(reference.blocks(net), blocks.values())):
                             X, Y = dense(merge(block, rank)), exact[where, where]
@@ -1467,17 +1515,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def work(args, cfg: Config, method: str, seed: int, queue):
-    """One run, in a process of its own: its progress, end or problem goes to the queue."""
-    job, stop = f"{method}-{seed}", []
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C, and passes it on as SIGTERM
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+    """One run, in a process of its own unless under torchrun: its progress, end or problem goes to the queue."""
+    job, stop, parent = f"{method}-{seed}", [], multiprocessing.parent_process()
+    if parent:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C, and passes it on as SIGTERM
+        signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+        torch.set_num_threads(1)  # two runs side by side on one thread each beat one run on two
 
     def tell(share, text):
         queue.put((job, share, text))
-        return bool(stop) or not multiprocessing.parent_process().is_alive()
+        return bool(stop) or parent is not None and not parent.is_alive()
 
     try:
-        torch.set_num_threads(1)  # two runs side by side on one thread each beat one run on two
         sequence = judges = load_sequence(args.sequence, cfg, args.data, args.device)
         facts = dict(experiment=args.experiment, method=method, seed=seed, schedule=args.schedule)
         facts |= dict(data=kind_of(sequence), settings=digest(cfg, sequence))
@@ -1524,14 +1573,23 @@ def main(argv: list[str]):
     args, cfg = parse(argv)
     if args.experiment == "approximation":
         return print(approximation(args.out))
-    if args.prepare:
+    if "RANK" in os.environ:  # torchrun's
+        if args.device == "cuda":
+            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.distributed.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+        fewest = min(cfg.eval_tasks, cfg.hessian_tasks)
+        need(fewest >= RANKS, f"{RANKS} processes are too many for {fewest} tasks of evaluation or curvature.")
+        if RANK:
+            sys.stdout = open(os.devnull, "w")
+    if args.prepare and not RANK:
         wanted = [n for n in args.sequence if n in data_prep.UNPACK]
         if wanted:
             data_prep.main(wanted + ["--data", str(args.data)])
+    over_ranks([torch.zeros((), device=args.device)])  # the others wait for what the first prepares
     sequence = load_sequence(args.sequence, cfg, args.data)  # any problem with the data shows before the work starts
     folder = args.out / args.experiment
     pairs = [(m, int(s)) for s in args.seeds for m in args.methods]
-    for m, s in pairs if args.fresh else []:
+    for m, s in pairs if args.fresh and not RANK else []:
         shutil.rmtree(folder / f"{m}-{s}", ignore_errors=True)
     print(f"{args.experiment}, {args.schedule} schedule on {args.device}: meta-batches of {cfg.meta_batch} tasks, "
           f"{cfg.way}-way {cfg.shot}-shot, {cfg.query} queries per class; records in {folder}/")
@@ -1545,8 +1603,28 @@ def main(argv: list[str]):
     print(f"{folder}/summary.json and the figures beside it are written.")
 
 
+def run_together(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[str]:
+    """Under torchrun: every method and seed after the other, by all processes together; returns what went wrong."""
+    progress, problems = Progress([f"{m}-{s}" for m, s in pairs]), []
+
+    class Here:  # stands in for the queue
+        def put(_, message):
+            job, share, text = message
+            problems.extend([text] * (share is None))
+            if share is not None and RANK == 0:
+                progress.tell(job, share, text)
+                if not text:
+                    show()
+
+    for m, s in pairs:
+        work(args, cfg, m, s, Here())
+    return problems
+
+
 def run_all(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[str]:
     """Every method and seed in a process of its own, some at a time; returns what went wrong."""
+    if "RANK" in os.environ:
+        return run_together(args, cfg, pairs, show)
     jobs = args.jobs or (1 if args.device.startswith("cuda") else os.cpu_count())
     context = multiprocessing.get_context("spawn")
     queue, waiting, running, silent, problems = context.Queue(), list(pairs), {}, {}, []

@@ -192,7 +192,7 @@ def random_block(seed, pairs, P=4, O=3, psd=False):
 
 def curvature(theta, batch, rate, steps, a, averaging="averages", **changes):
     cfg = toy_config(averaging=averaging, **dict(exact_labels=True) | changes)
-    return boml.adapted_curvature(theta, [batch], rate, steps, a, cfg, None, boml.tanh_network)
+    return boml.adapted_curvature(theta, [batch], rate, steps, a, cfg, boml.tanh_network)
 
 
 def laplace(blocks, mean, **changes):
@@ -214,7 +214,7 @@ def test_operator_equals_dense_kronecker(seed, pairs):
 def test_one_example_is_exact(seed):
     """On one example every layer's K-FAC block, expectation over labels, equals the exact Fisher's."""
     net, theta, tasks, batch = tiny(seed, sizes=(3, 4, 3, 3), tasks=1, query=1)
-    blocks = boml.fisher_blocks(boml.spread(theta, 1), batch[2], True, None, boml.tanh_network)
+    blocks = boml.fisher_blocks(boml.spread(theta, 1), batch[2], None, boml.tanh_network)
     exact = reference.fisher(net, tasks[0][2])
     for block, s in zip(blocks.values(), reference.blocks(net)):
         assert_close(dense(block), exact[s, s])
@@ -224,7 +224,7 @@ def test_one_example_is_exact(seed):
 def test_exact_on_a_linear_network_of_one_layer_and_equal_probabilities(seed):
     """Where G does not depend on the input, as for zero weights of a linear softmax, K-FAC is exact on many examples."""
     net, theta, tasks, batch = tiny(seed, sizes=(3, 4), tasks=1, weight=0.0)
-    blocks = boml.fisher_blocks(boml.spread(theta, 1), batch[2], True, None, boml.tanh_network)
+    blocks = boml.fisher_blocks(boml.spread(theta, 1), batch[2], None, boml.tanh_network)
     assert_close(dense(blocks["linear0"]), reference.fisher(net, tasks[0][2]))
 
 
@@ -232,7 +232,7 @@ def test_exact_on_a_linear_network_of_one_layer_and_equal_probabilities(seed):
 def test_kfac_factors_equal_reference(seed):
     """A and G of every layer and task are the reference's."""
     net, theta, tasks, batch = tiny(seed)
-    blocks = boml.fisher_blocks(boml.spread(theta, 2), batch[2], True, None, boml.tanh_network)
+    blocks = boml.fisher_blocks(boml.spread(theta, 2), batch[2], None, boml.tanh_network)
     for m, task in enumerate(tasks):
         A, G = reference.kfac_factors(net, task[2])
         for l, (a, g) in enumerate(blocks.values()):
@@ -244,9 +244,9 @@ def test_drawn_labels_approach_exact_ones():
     """The mean of many factors with labels drawn from the model approaches that with the expectation over labels,
     and not the empirical Fisher of the data's labels."""
     net, theta, tasks, batch = tiny(5, tasks=1)
-    exact = boml.fisher_blocks(boml.spread(theta, 1), batch[2], True, None, boml.tanh_network)
-    rng = torch.Generator().manual_seed(0)
-    many = boml.fisher_blocks(boml.spread(theta, 4000), batch[2].expand(4000, -1, -1), False, rng, boml.tanh_network)
+    exact = boml.fisher_blocks(boml.spread(theta, 1), batch[2], None, boml.tanh_network)
+    u = torch.rand(4000, batch[2].shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    many = boml.fisher_blocks(boml.spread(theta, 4000), batch[2].expand(4000, -1, -1), u, boml.tanh_network)
     for name in exact:
         G, mean, sd = exact[name][1][0], many[name][1].mean(0), many[name][1].std(0)
         assert ((mean - G).abs() <= 5 * sd / 4000**0.5 + 1e-12).all(), name
@@ -305,8 +305,9 @@ def test_many_tasks_expand_to_the_four_terms(seed, averaging, n):
 def test_averages_is_positive_semidefinite(seed, n, a, exact_labels):
     """`averages` gives a positive semi-definite block for any draw and any rate."""
     _, theta, _, batch = tiny(seed, tasks=n, weight=2.0)
-    cfg = toy_config(exact_labels=exact_labels)
-    blocks = boml.adapted_curvature(theta, [batch], 0.4, 1, a, cfg, torch.Generator().manual_seed(seed), boml.tanh_network)
+    g = torch.Generator().manual_seed(seed)
+    draws = [] if exact_labels else [torch.rand(y.shape, generator=g, dtype=torch.double) for y in (batch[1], batch[3])]
+    blocks = boml.adapted_curvature(theta, [(*batch, *draws)], 0.4, 1, a, toy_config(), boml.tanh_network)
     for block in blocks.values():
         eigenvalues = np.linalg.eigvalsh(dense(block))
         assert eigenvalues[0] > -1e-10 * max(eigenvalues[-1], 1e-30)
@@ -412,7 +413,7 @@ def test_norm_sandwich(seed, averaging):
 def test_curvature_of_the_conv_network(seed):
     """On the real network every layer has its block, finite and positive semi-definite, in the shape of its matrix."""
     theta, batch = toy_batch(seed, channels=3)
-    blocks = boml.adapted_curvature(theta, [batch], 0.4, 2, 0.4, toy_config(), torch.Generator().manual_seed(seed))
+    blocks = boml.adapted_curvature(theta, [batch], 0.4, 2, 0.4, toy_config())
     assert list(blocks) == boml.layers_of(theta)
     for name, block in blocks.items():
         assert boml.times(block, boml.to_matrix(theta, name)).shape == boml.to_matrix(theta, name).shape
@@ -528,7 +529,7 @@ def test_moments_of_sampled_preactivations(kind):
     """Every sampled pre-activation has the mean and variance of pushing sampled weights through the layer."""
     name, x, mean, variance = layer_problem(kind, 0)
     g, many = torch.Generator().manual_seed(1), 20000
-    local = torch.stack([boml.noisy_layer(variance, g)(mean, name, x) for _ in range(many)])
+    local = torch.stack([boml.noisy_layer(variance, [g] * 2)(mean, name, x) for _ in range(many)])
     normal = lambda v: torch.randn(v.shape, generator=g, dtype=torch.double)
     draw = lambda: {n: v + variance[n].sqrt() * normal(v) for n, v in mean.items()}
     pushed = torch.stack([boml.layer(draw(), name, x) for _ in range(many)])
@@ -556,10 +557,10 @@ def test_noise_scales_with_the_standard_deviation(seed):
     for kind in ("conv", "linear"):
         name, x, mean, variance = layer_problem(kind, seed)
         zero = {n: torch.zeros_like(v) for n, v in variance.items()}
-        assert_close(boml.noisy_layer(zero, None)(mean, name, x), boml.layer(mean, name, x), atol=1e-12)
+        assert_close(boml.noisy_layer(zero, [None] * 2)(mean, name, x), boml.layer(mean, name, x), atol=1e-12)
         g = lambda: torch.Generator().manual_seed(seed)
-        a = boml.noisy_layer(variance, g())(mean, name, x) - boml.layer(mean, name, x)
-        b = boml.noisy_layer({n: 4 * v for n, v in variance.items()}, g())(mean, name, x) - boml.layer(mean, name, x)
+        a = boml.noisy_layer(variance, [g()] * 2)(mean, name, x) - boml.layer(mean, name, x)
+        b = boml.noisy_layer({n: 4 * v for n, v in variance.items()}, [g()] * 2)(mean, name, x) - boml.layer(mean, name, x)
         assert_close(b, 2 * a, rtol=1e-7, atol=1e-9)
 
 
@@ -574,7 +575,7 @@ def variational(theta, logvar, **changes):
 def test_no_variance_is_maml(seed, steps):
     """As sigma goes to zero the objective and its gradient are those of the deterministic network."""
     theta, batch = toy_batch(seed)
-    loss, grads = variational(theta, -200.0).gradient(theta, batch, 0.4, steps, torch.Generator().manual_seed(seed))
+    loss, grads = variational(theta, -200.0).gradient(theta, batch, 0.4, steps, [torch.Generator().manual_seed(seed)] * len(batch[0]))
     expected, expected_grads = boml.meta_gradient(theta, batch, 0.4, steps, 1.0)
     assert_close(loss, expected, rtol=1e-8)
     for g, e in zip(grads, expected_grads):
@@ -620,7 +621,7 @@ def test_estimator_is_unbiased():
     wide = {n: v.expand(many, *v.shape) for n, v in p.items()}
     variance = {n: torch.full_like(v, 0.3) for n, v in wide.items()}
     x, y = x.expand(many, -1, -1), y.expand(many, -1)
-    local = boml.cross_entropy(boml.tanh_network(wide, x, boml.noisy_layer(variance, g)), y)
+    local = boml.cross_entropy(boml.tanh_network(wide, x, boml.noisy_layer(variance, [g] * many)), y)
     drawn = {n: v + 0.3**0.5 * torch.randn(v.shape, generator=g, dtype=torch.double) for n, v in wide.items()}
     brute = boml.cross_entropy(boml.tanh_network(drawn, x), y)
     at_mean = boml.cross_entropy(boml.tanh_network(wide, x), y)[0]
@@ -641,7 +642,7 @@ def test_logvar_gradient_equals_finite_differences(seed, steps):
     def at(e):
         for n, v in posterior.extra.items():
             v.data.copy_(start[n] + e * direction[n])
-        return posterior.gradient(theta, batch, 0.4, steps, torch.Generator().manual_seed(seed))
+        return posterior.gradient(theta, batch, 0.4, steps, [torch.Generator().manual_seed(seed)] * len(batch[0]))
 
     slope = sum((a * b).sum() for a, b in zip(at(0.0)[1][len(theta):], direction.values()))
     assert_close(slope, (at(1e-8)[0] - at(-1e-8)[0]) / 2e-8, rtol=1e-4, atol=1e-5)
@@ -657,7 +658,7 @@ def test_variational_mean_gradient_equals_finite_differences(seed, steps):
 
     def at(e):
         moved = {n: (v + e * direction[n]).detach().requires_grad_() for n, v in theta.items()}
-        return posterior.gradient(moved, batch, 0.4, steps, torch.Generator().manual_seed(seed))
+        return posterior.gradient(moved, batch, 0.4, steps, [torch.Generator().manual_seed(seed)] * len(batch[0]))
 
     slope = sum((a * b).sum() for a, b in zip(at(0.0)[1], direction.values()))
     assert_close(slope, (at(1e-9)[0] - at(-1e-9)[0]) / 2e-9, rtol=1e-4, atol=1e-4)
@@ -816,7 +817,7 @@ def test_training_step_on_meta_device(method):
     optimiser = boml.new_optimiser(theta, posterior, cfg)
     tasks = boml.Tasks(boml.METHODS[method].data, sequence, cfg, 0, [])
     for t in range(2):
-        loss = boml.meta_step(theta, posterior, optimiser, tasks.batch(t, 0), cfg, None)
+        loss = boml.meta_step(theta, posterior, optimiser, tasks.batch(t, 0), cfg, lambda m: None)
         assert loss.is_meta and all(p.grad.is_meta for p in theta.values())
 
 
@@ -1007,6 +1008,27 @@ def test_second_process_is_refused(tmp_path):
         toy_run(tmp_path, "maml")
     held.close()
     toy_run(tmp_path, "maml")
+
+
+def test_processes_share_the_work(fake_data, tmp_path):
+    """Two processes of torchrun come to the numbers of one, for every method, in float64."""
+    program = tmp_path / "double.py"
+    program.write_text(f"import sys, torch; sys.path.insert(0, {str(HERE)!r})\n"
+                       "torch.set_default_dtype(torch.double)\nimport boml; boml.main(sys.argv[1:])\n")
+    for n in (1, 2):
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), program,
+                "triathlon", "--data", fake_data, "--out", tmp_path / str(n), *SMALL, "--meta-batch", "3", "--iterations", "3"]
+        done = subprocess.run([str(x) for x in line], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    for method in boml.METHODS:
+        one, two = (torch.load(tmp_path / str(n) / f"triathlon/{method}-0/checkpoint.pt", weights_only=True) for n in (1, 2))
+        for name, value in one["theta"].items():
+            assert value.dtype == torch.double
+            assert_close(two["theta"][name], value, rtol=1e-9, atol=1e-9)
+        rows = [rows_of(tmp_path / str(n) / f"triathlon/{method}-0/record.jsonl") for n in (1, 2)]
+        assert len(rows[0]) == len(rows[1])
+        for a, b in zip(*rows):
+            assert_close(b["nll"], a["nll"])
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
