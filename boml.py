@@ -1594,7 +1594,8 @@ def main(argv: list[str]):
     print(f"{args.experiment}, {args.schedule} schedule on {args.device}: meta-batches of {cfg.meta_batch} tasks, "
           f"{cfg.way}-way {cfg.shot}-shot, {cfg.query} queries per class; records in {folder}/")
     for d in sequence:
-        classes, k = "/".join(str(d.setting.turns * len(c)) for c in d.splits.values()), d.setting
+        classes = "/".join(str(d.setting.turns * len(d.splits[s])) for s in ("train", "val", "test"))
+        k = d.setting
         print(f"  {d.name} ({d.kind}): {classes} classes, {len(d.images):,} images; {k.iterations} iterations, "
               f"alpha {k.inner_rate:g}, k = {k.inner_steps}, in evaluation {k.eval_steps}", flush=True)
     like = dict(schedule=args.schedule, data=kind_of(sequence), settings=digest(cfg, sequence))

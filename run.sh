@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # bash run.sh triathlon [options]   run an experiment; options as in: bash run.sh --help
 # bash run.sh test                  run the tests
+# bash run.sh bench                 measure boml.py against plain versions of the same work
 # bash run.sh data [--raw DIR]      prepare the datasets, downloaded or from a folder of archives
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -18,6 +19,7 @@ fi
 
 case ${1:-triathlon} in
   test) exec "$python" -m pytest "$here/test_boml.py" -q "${@:2}" ;;
+  bench) exec "$python" "$here/test_boml.py" ;;
   data) exec "$python" "$here/data_prep.py" "${@:2}" ;;
 esac
 exec "$python" "$here/boml.py" "${@:-triathlon}" --prepare

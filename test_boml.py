@@ -1,4 +1,7 @@
-"""What boml.py promises, as properties. Sizes and seeds are drawn by hypothesis, arrays from the seed; float64."""
+"""What boml.py promises, as properties. Sizes and seeds are drawn by hypothesis, arrays from the seed; float64.
+
+The plain versions that the properties compare with are also what `bash run.sh bench` measures boml.py against (the end).
+"""
 import dataclasses, gzip, hashlib, http.server, io, json, os, pickle, re, resource, signal, struct, subprocess, sys, tarfile
 import threading, time, zipfile, zlib
 from pathlib import Path
@@ -84,6 +87,126 @@ def plain_loss(theta, batch, rate, steps, support_weight, second_order=True):
             p = {n: v - rate * g for (n, v), g in zip(p.items(), grads)}
         total = total + F.cross_entropy(plain_logits(p, x_q), y_q)
     return total
+
+
+def plain_adapt(p, x, y, rate, steps):
+    """First-order adaptation of one network."""
+    for _ in range(steps):
+        p = {n: v.detach().requires_grad_() for n, v in p.items()}
+        grads = torch.autograd.grad(F.cross_entropy(plain_logits(p, x), y), list(p.values()))
+        p = {n: v - rate * g for (n, v), g in zip(p.items(), grads)}
+    return {n: v.detach().requires_grad_() for n, v in p.items()}
+
+
+def plain_factors(p, x, u):
+    """K-FAC of one network, by unfolding: of each layer (A, G), or (F,) for batch norm; labels by uniform numbers u."""
+    inputs, outputs = {}, {}
+    def keep(name, x, h):
+        inputs[name], outputs[name] = x.detach(), h
+        return h
+    for i in range(1, 5):
+        x = keep(f"conv{i}", x, F.conv2d(x, p[f"conv{i}.weight"], padding=1))
+        x = keep(f"norm{i}", x, F.batch_norm(x, None, None, p[f"norm{i}.weight"], p[f"norm{i}.bias"], training=True))
+        x = F.max_pool2d(F.relu(x), 2)
+    x = x.flatten(1)
+    logits = keep("linear", x, F.linear(x, p["linear.weight"], p["linear.bias"]))
+    prob = logits.detach().softmax(-1)
+    y = (prob.cumsum(-1)[:, :-1] <= u[:, None]).sum(-1)
+    grads = torch.autograd.grad(logits, list(outputs.values()), prob - F.one_hot(y, prob.shape[1]).to(prob))
+    factors = {}
+    for name, g in zip(outputs, grads):
+        x = inputs[name]
+        if name.startswith("conv"):
+            patches = F.unfold(x, 3, padding=1).transpose(1, 2).flatten(0, 1)  # (B*L, 9C)
+            g = g.flatten(2).transpose(1, 2).flatten(0, 1)  # (B*L, O)
+            factors[name] = patches.T @ patches / len(x), g.T @ g / len(g)
+        elif name.startswith("norm"):
+            normal = F.batch_norm(x, None, None, training=True)
+            g = torch.stack([(g * normal).sum((2, 3)), g.sum((2, 3))], -1)
+            factors[name] = (torch.einsum("bci,bcj->cij", g, g) / len(x),)
+        else:
+            x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+            factors[name] = x.T @ x / len(x), g.T @ g / len(x)
+    return factors
+
+
+def plain_curvature(theta, batch, rate, steps, a):
+    """The sum over tasks of the four Kronecker terms, task by task, support and query on their own."""
+    sums = {}
+    for x_s, y_s, x_q, _, u_s, u_q in zip(*batch):
+        support = plain_factors(theta, x_s, u_s)
+        query = plain_factors(plain_adapt(theta, x_s, y_s, rate, steps), x_q, u_q)
+        for name, s in support.items():
+            q = query[name]
+            if len(s) == 1:
+                J = torch.eye(2, dtype=s[0].dtype) - a * s[0]
+                new = [J @ q[0] @ J.mT]
+            else:
+                new = [f for X, X_q in zip(s, q) for f in (X_q, X @ X_q, X_q @ X, X @ X_q @ X)]
+            sums[name] = [x + y for x, y in zip(sums[name], new)] if name in sums else new
+    return sums
+
+
+def plain_variational(posterior, theta, batch, rate, steps, rngs):
+    """BomVI's objective with all S samples at once, a task at a time, one graph; a generator for each task and sample."""
+    total, S = 0, len(rngs[0])
+    samples = lambda p, x, y, r: boml.cross_entropy(boml.network(
+        boml.spread(p, S), x.expand(S, *x.shape),
+        boml.noisy_layer(boml.spread({n: v.exp() for n, v in posterior.extra.items()}, S), r)), y.expand(S, -1)).mean()
+    for x_s, y_s, x_q, y_q, r in zip(*batch, rngs):
+        p = theta
+        for _ in range(steps):
+            grads = torch.autograd.grad(F.cross_entropy(plain_logits(p, x_s), y_s), list(p.values()), create_graph=True)
+            p = {n: v - rate * g for (n, v), g in zip(p.items(), grads)}
+        total = total + samples(p, x_q, y_q, r) + samples(theta, x_s, y_s, r)
+    return total
+
+
+def plain_accuracy(theta, batch, rate, steps):
+    """Of each task, adapted on its own."""
+    return torch.stack([(plain_logits(plain_adapt(theta, x_s, y_s, rate, steps), x_q).argmax(-1) == y_q).double().mean()
+                        for x_s, y_s, x_q, y_q in zip(*batch)])
+
+
+@given(seeds, st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 3]))
+def test_curvature_equals_plain_loop(seed, tasks, steps, channels):
+    """On the real network the batched curvature is that of a plain per-task loop with unfolding, labels drawn alike."""
+    theta, batch = toy_batch(seed, tasks, channels=channels)
+    g = torch.Generator().manual_seed(seed)
+    batch += tuple(torch.rand(y.shape, generator=g, dtype=torch.double) for y in (batch[1], batch[3]))
+    blocks = boml.adapted_curvature(theta, [batch], 0.4, steps, 0.4, toy_config(averaging="products"))
+    for name, expected in plain_curvature(theta, batch, 0.4, steps, 0.4).items():
+        if len(expected) == 1:
+            assert_close(blocks[name][0], expected[0] / tasks, rtol=1e-7, atol=1e-9)
+            continue
+        for f, e in zip(blocks[name], (expected[:4], expected[4:])):
+            scale = torch.tensor([1, -0.4, -0.4, 0.16])[:, None, None].double() if f is blocks[name][1] else 1.0
+            e = torch.stack(e) * scale / tasks
+            assert_close(f / e.abs().max(), e / e.abs().max(), rtol=1e-7, atol=1e-9)
+
+
+@given(seeds, st.integers(1, 2), st.integers(1, 2))
+def test_variational_gradient_equals_plain_one(seed, tasks, steps):
+    """A sample after the other gives the objective and gradient of all samples at once, noise being the same."""
+    theta, batch = toy_batch(seed, tasks)
+    posterior = variational(theta, -4.0, mc_samples=1)
+    make = lambda m, s: torch.Generator().manual_seed(seed + 10 * m + s)
+    parts = [posterior.gradient(theta, batch, 0.4, steps, [make(m, s) for m in range(tasks)]) for s in range(3)]
+    plain = plain_variational(posterior, theta, batch, 0.4, steps, [[make(m, s) for s in range(3)] for m in range(tasks)])
+    assert_close(sum(loss for loss, _ in parts) / 3, plain)
+    params = [*theta.values(), *posterior.extra.values()]
+    for g, e in zip(zip(*(grads for _, grads in parts)), torch.autograd.grad(plain, params)):
+        assert_close(sum(g) / 3, e, rtol=1e-6, atol=1e-9)
+
+
+@given(seeds, st.integers(1, 3))
+def test_batched_adaptation_equals_plain_loop(seed, steps):
+    """Evaluation adapts all tasks at once to the parameters that each would come to on its own."""
+    theta, (x_s, y_s, x_q, y_q) = toy_batch(seed, 3)
+    adapted, _ = boml.adapt(boml.leaves(boml.spread(theta, 3)), x_s, y_s, 0.4, steps)
+    for m in range(3):
+        for n, v in plain_adapt(theta, x_s[m], y_s[m], 0.4, steps).items():
+            assert_close(adapted[n][m], v, rtol=1e-7, atol=1e-9)
 
 
 @given(seeds, st.integers(1, 3), st.integers(1, 3), st.sampled_from([0.0, 1.0]), st.sampled_from([1, 3]))
@@ -1638,3 +1761,121 @@ def test_server_without_the_file(server, tmp_path):
         data_prep.download(f"{server}/gone", tmp_path / "f")
     with pytest.raises(data_prep.Unreachable, match="cannot be reached"):
         data_prep.download("http://127.0.0.1:9/f", tmp_path / "f")
+
+
+# ------------------------------------------------------------------------------------------------- Benchmark
+# bash run.sh bench: each fast path of boml.py beside its plain version, interleaved in one run, one thread.
+
+
+def bench_cases():
+    """name -> (fast, plain): functions without arguments, on float32 noise in the shape of the real thing."""
+    def problem(tasks, query, channels, shot=1):
+        cfg = boml.Config(channels=channels)
+        theta, g = boml.init_params(cfg, torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+        x = lambda n: torch.rand(tasks, 5 * n, channels, 28, 28, generator=g)
+        y = lambda n: torch.arange(5).repeat_interleave(n).expand(tasks, -1)
+        return cfg, theta, (x(shot), y(shot), x(query), y(query))
+
+    def step(tasks, query, channels, alpha, k):
+        _, theta, batch = problem(tasks, query, channels)
+        return (lambda: boml.meta_gradient(theta, batch, alpha, k, 1.0),
+                lambda: torch.autograd.grad(plain_loss(theta, batch, alpha, k, 1.0), list(theta.values())))
+
+    def curvature(tasks, query):
+        cfg, theta, batch = problem(tasks, query, 3)
+        cfg, batch = dataclasses.replace(cfg, averaging="products"), (*batch, *(torch.rand(y.shape) for y in batch[1::2]))
+        return (lambda: boml.adapted_curvature(theta, [batch], 0.4, 1, 0.4, cfg),
+                lambda: plain_curvature(theta, batch, 0.4, 1, 0.4))
+
+    def variational(tasks, query, samples):
+        cfg, theta, batch = problem(tasks, query, 3)
+        posterior, g = boml.Variational(dataclasses.replace(cfg, mc_samples=samples), theta), torch.Generator()
+        params = [*theta.values(), *posterior.extra.values()]
+        return (lambda: posterior.gradient(theta, batch, 0.4, 1, [g] * tasks),
+                lambda: torch.autograd.grad(plain_variational(posterior, theta, batch, 0.4, 1, [[g] * samples] * tasks), params))
+
+    def evaluation(tasks, query):
+        cfg, theta, batch = problem(tasks, query, 3)
+        images = (torch.rand(40, 3, 28, 28) * 255).byte()
+        setting = boml.DATASETS["cifar_fs"]
+        classes = {"test": torch.arange(10)}
+        data = boml.Dataset("noise", "real", [], setting, images, torch.arange(10) * 4, torch.full((10,), 4), classes, 4)
+        cfg = dataclasses.replace(cfg, eval_tasks=tasks, query=3)
+        return (lambda: boml.evaluate(theta, boml.Point(cfg, theta), data, cfg, 0),
+                lambda: plain_accuracy(theta, tuple(b[:, :15] if i > 1 else b for i, b in enumerate(batch)), 0.1, 10))
+
+    return {
+        "meta-step, T=32, 75 queries, 1 channel, k=1": lambda: step(32, 15, 1, 0.4, 1),
+        "meta-step, T=32, 75 queries, 3 channels, k=1": lambda: step(32, 15, 3, 0.4, 1),
+        "meta-step, T=32, 75 queries, 3 channels, k=5": lambda: step(32, 15, 3, 0.1, 5),
+        "meta-step, cpu schedule (T=4, 25 queries), k=1": lambda: step(4, 5, 3, 0.4, 1),
+        "meta-step, cpu schedule (T=4, 25 queries), k=5": lambda: step(4, 5, 3, 0.1, 5),
+        "K-FAC, T=8, 75 queries": lambda: curvature(8, 15),
+        "BomVI step, T=2, 75 queries, 20 samples": lambda: variational(2, 15, 20),
+        "evaluation, 20 tasks, 10 steps": lambda: evaluation(20, 15),
+    }
+
+
+def bench_memory(name, which):
+    """In a process of its own: megabytes that one call adds to the peak."""
+    torch.set_num_threads(1)
+    call = bench_cases()[name]()[which]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    call()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def bench(repeats=3):
+    """Medians of interleaved calls, as ratios; writes runs/bench.json."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def seconds(call):
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    a = torch.rand(2048, 2048)
+    peak = 2 * 2048**3 / min(seconds(lambda: a @ a) for _ in range(10))
+    print(f"one thread, load {os.getloadavg()[0]:.1f}, matrix multiplication peaks at {peak / 1e9:.0f} GFLOP/s")
+    print(f"{'':50}{'plain':>9}{'boml.py':>9}{'ratio':>7}{'of peak':>9}{'plain':>10}{'boml.py':>9}")
+    rows = {}
+    for name, make in bench_cases().items():
+        fast, plain = make()
+        fast(), plain()
+        pairs = np.array([[seconds(fast), seconds(plain)] for _ in range(repeats)])
+        with FlopCounterMode(display=False) as flops:
+            plain()
+        memory = [float(subprocess.run([sys.executable, __file__, name, str(w)], capture_output=True, text=True, check=True)
+                        .stdout) for w in (0, 1)]
+        quick, slow = np.median(pairs, 0)
+        rows[name] = dict(plain_seconds=slow, seconds=quick, ratio=slow / quick, plain_mb=memory[1], mb=memory[0],
+                          peak_share=flops.get_total_flops() / quick / peak)
+        print(f"{name:50}{slow:8.3f}s{quick:8.3f}s{slow / quick:7.2f}{100 * rows[name]['peak_share']:8.0f}%"
+              f"{memory[1]:8.0f}MB{memory[0]:7.0f}MB", flush=True)
+    data, cfg = toy_data(0, classes=300, most=20, least=20), boml.Config(query=5, meta_batch=4)
+    rng = torch.Generator()
+    sample = np.median([seconds(lambda: boml.fetch(data, boml.sample_tasks(data, "train", 4, cfg, rng), cfg)) for _ in range(50)])
+    theta = boml.init_params(cfg, rng)
+    penalty = {}
+    for datasets in (3, 50):
+        posterior = boml.Laplace(cfg, theta)
+        posterior.mean = {n: torch.zeros_like(v) for n, v in theta.items()}
+        for _ in range(datasets):
+            for name in boml.layers_of(theta):
+                D = boml.to_matrix(theta, name)
+                wide = (torch.rand(1, D.shape[1], D.shape[1]), torch.rand(1, D.shape[0], D.shape[0]))
+                block = (torch.rand(len(D), 2, 2),) if name.startswith("norm") else wide
+                old = posterior.blocks.get(name)
+                posterior.blocks[name] = boml.merge(boml.add_blocks(old, block), 1) if old else block
+        penalty[datasets] = np.median([seconds(lambda: posterior.penalty(theta)) for _ in range(50)])
+    rows["sampling 4 tasks"], rows["penalty"] = dict(seconds=sample), {f"after {d}": s for d, s in penalty.items()}
+    step = rows["meta-step, cpu schedule (T=4, 25 queries), k=1"]["seconds"]
+    print(f"sampling a meta-batch: {100 * sample / step:.1f} % of the shortest step; penalty after 3 datasets "
+          f"{1000 * penalty[3]:.1f} ms, after 50 {1000 * penalty[50]:.1f} ms")
+    Path("runs").mkdir(exist_ok=True)
+    facts = dict(threads=1, load=os.getloadavg()[0], peak_gflops=peak / 1e9, torch=torch.__version__)
+    Path("runs/bench.json").write_text(json.dumps(facts | dict(rows=rows), indent=1))
+
+
+if __name__ == "__main__":
+    bench_memory(sys.argv[1], int(sys.argv[2])) if len(sys.argv) > 2 else bench()
