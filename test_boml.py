@@ -185,6 +185,14 @@ def test_curvature_equals_plain_loop(seed, tasks, steps, channels):
             assert_close(f / e.abs().max(), e / e.abs().max(), rtol=1e-7, atol=1e-9)
 
 
+@given(seeds, st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(3, 6), st.integers(3, 6))
+def test_gram_matrix_of_patches(seed, tasks, batch, channels, height, width):
+    """The Gram matrix by autocorrelations is that of the patches themselves, borders and corners included."""
+    x = torch.randn(batch, tasks * channels, height, width, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+    u = boml.patches(x, tasks)
+    assert_close(boml.patch_gram(x, tasks), u @ u.mT, atol=1e-10)
+
+
 @given(seeds, st.integers(1, 2), st.integers(1, 2))
 def test_variational_gradient_equals_plain_one(seed, tasks, steps):
     """A sample after the other gives the objective and gradient of all samples at once, noise being the same."""
@@ -1818,11 +1826,11 @@ def bench_cases():
 
 def bench_memory(name, which):
     """In a process of its own: megabytes that one call adds to the peak."""
-    torch.set_num_threads(1)
     call = bench_cases()[name]()[which]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    kilobytes = lambda what: int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    before = kilobytes("VmRSS")
     call()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print((kilobytes("VmHWM") - before) / 1024)
 
 
 def bench(repeats=3):
