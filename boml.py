@@ -22,6 +22,7 @@ One module, read top to bottom:
     Evaluation      adapt to unseen classes, score the query set
     Run             the five methods in a table; Algorithms 1 and 2; record and checkpoint
     Report          summary, table, figures: drawn from the records
+    Claims          what the paper says of its experiments, and whether the records bear it out
     Approximation   the curvature against the exact one of reference_numpy.py
     Command line    python boml.py triathlon --help
 """
@@ -31,8 +32,8 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a busy-waiting second thread is 15x slower on a shared core
 
-import argparse, dataclasses, fcntl, hashlib, inspect, json, math, multiprocessing, re, shutil, signal, sys, time, traceback
-import zipfile
+import argparse, dataclasses, fcntl, hashlib, inspect, json, math, multiprocessing, re, shutil, signal
+import subprocess, sys, time, traceback, zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -1158,7 +1159,8 @@ def summarise(runs: dict) -> dict:
     """
     first = next(iter(runs.values()))[0]
     names, total = first["judges"], first["stages"]
-    summary = {k: first[k] for k in ("experiment", "schedule", "data", "stages")} | dict(datasets=names, methods={})
+    facts = ("experiment", "schedule", "data", "settings", "stages")
+    summary = {k: first.get(k) for k in facts} | dict(datasets=names, methods={})
     for method in dict.fromkeys(m for m, _ in runs):
         ends = {s: finished(rows) for (m, s), rows in runs.items() if m == method}
         stages = max(len(e) for e in ends.values()) // len(names)
@@ -1205,7 +1207,7 @@ def table(summary: dict) -> str:
     else:
         quarters = sorted({max(1, total * q // 4) for q in (1, 2, 3, 4)})
         what, heads, ends = f"on {names[0]}", [f"after task {q}" for q in quarters], ["s/task", "later"]
-    wide = max(18, *(len(n) + 2 for n in heads))
+    wide = max(20, *(len(n) + 2 for n in heads))
     lines = [f"{summary['experiment']}, {summary['data'].upper()} data, {summary['schedule']} schedule, "
              f"{len(seeds)} seed{'s' * (len(seeds) > 1)}: accuracy in % {what}",
              f"{'method':24}" + "".join(f"{n:>{wide}}" for n in heads) + "".join(f"{e:>11}" for e in ends)]
@@ -1326,7 +1328,7 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
     histories = []
     for method, seed in runs:
         path = folder / f"{method}-{seed}" / "checkpoint.pt"
-        if method == "bomvi" and path.exists():
+        if method == "bomvi" and path.exists() and not zipfile.ZipFile(path).testzip():
             histories.append(torch.load(path, weights_only=True, map_location="cpu")["posterior"]["history"])
     done = min((len(h) for h in histories), default=0)
     if not done or summary["stages"] != len(summary["datasets"]):
@@ -1335,7 +1337,8 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
     over_seeds = lambda f, t, n: float(torch.stack([f(h[t][n]) for h in histories]).mean())
     moments = lambda t, n: [over_seeds(f, t, n) for f in (torch.mean, torch.std)]
     numbers = {n.removesuffix(".weight"): {name: moments(t, n) for t, name in enumerate(names)} for n in layers}
-    summary["methods"]["bomvi"]["variance"] = numbers
+    by_seed = {n.removesuffix(".weight"): [[v[n].mean().item() for v in h] for h in histories] for n in layers}
+    summary["methods"]["bomvi"] |= dict(variance=numbers, variance_by_seed=by_seed)
     side, left, top, gap = 128, 70, 70, 24
     size = (left + done * (side + gap) + 70, top + len(layers) * (side + gap))
     image = Image.new("RGB", (size[0] * SCALE, size[1] * SCALE), "white")
@@ -1375,11 +1378,124 @@ def report(folder: Path, like: dict | None = None) -> str:
     if not runs:
         return "no stage is finished yet"
     summary = summarise(runs)
-    summary["environment"] = dict(python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__)
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    summary["environment"] = dict(python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__,
+                                  revision=git.stdout.strip() or "unknown", command=" ".join(sys.argv[1:]))
     variances = covariance(folder, runs, summary)
+    summary["claims"] = claims(summary, runs)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     figure(runs, summary, folder / "accuracy.png")
     return table(summary) + variances
+
+
+# ------------------------------------------------------------------------------------------------------ Claims
+# What the paper says of its experiments, each as an effect that the records can speak to. An effect is a weighted sum of
+# accuracies, taken seed by seed; a claim holds if the effect's 95 % interval lies in the range that counts for it.
+
+Term = tuple[float, str, int, str]  # weight, method, stage, dataset
+
+
+class Claim(NamedTuple):
+    section: str  # of the paper
+    text: str
+    terms: list[Term]
+    low: float = 0.0  # the effect counts for the claim if it is above this
+    high: float = math.inf  # and below that
+
+
+LITTLE = 0.03  # "almost no forgetting" and the like: this much accuracy
+SMALL = 0.10  # "a small trade-off"
+
+
+def claims_of(experiment: str, names: list[str], T: int) -> list[Claim]:
+    """The claims about an experiment of T stages, evaluated on these datasets."""
+    mean = lambda m, stages, over, sign=1: [(sign / len(stages) / len(over), m, t, n) for t in stages for n in over]
+    label = lambda m: method_of(m).label
+    if T != len(names):  # a sequence of tasks
+        q = max(1, T // 4)
+        gain = lambda m: mean(m, range(T - q + 1, T + 1), names) + mean(m, range(1, q + 1), names, -1)
+        late = lambda m, sign=1: mean(m, range(T - q + 1, T + 1), names, sign)
+        return [
+            *(Claim("6.2", f"{label(m)} gathers few-shot ability along the sequence", gain(m)) for m in ("bomla", "bomvi")),
+            Claim("6.2", "Train-On-Everything gains nothing from task to task", gain("toe"), -math.inf, LITTLE),
+            *(Claim("6.2", f"{label(b)} stays below {label(m)}", late(m) + late(b, -1))
+              for m in ("bomla", "bomvi") for b in ("maml", "ftml")),
+            *(Claim("6.2", f"lambda = 0.01 is better than {w}", late("bomla") + late(f"bomla@{w}", -1)) for w in ("1", "100")),
+        ]
+    past, last = names[:-1], names[-1:]
+    end = lambda m, over, sign=1: mean(m, [T], over, sign)
+    loss = lambda m, n: [(1, m, names.index(n) + 1, n), (-1, m, T, n)]
+    return [
+        *(Claim("6.1", f"Sequential MAML forgets {n} by the end", loss("maml", n)) for n in past),
+        Claim("6.1", f"BomLA loses almost nothing of {names[0]} while it learns {names[1]}",
+              [(1, "bomla", 1, names[0]), (-1, "bomla", 2, names[0])], -math.inf, LITTLE),
+        *(Claim("6.1", f"{label(m)} keeps more of {n} than sequential MAML", end(m, [n]) + end("maml", [n], -1))
+          for m in ("bomla", "bomvi") for n in past),
+        *(Claim("6.1", f"{label(m)} pays a little on the newest, {last[0]}", end("maml", last) + end(m, last, -1), 0, SMALL)
+          for m in ("bomla", "bomvi")),
+        *(Claim("6.1", f"Train-On-Everything keeps {n}", loss("toe", n), -math.inf, LITTLE) for n in past),
+        Claim("6.1", f"Train-On-Everything is behind on {last[0]} after as many iterations as sequential MAML",
+              end("maml", last) + [(-1, "toe like maml", T, last[0])]),
+        Claim("6.1", "BomLA is ahead of BomVI on average", end("bomla", names) + end("bomvi", names, -1)),
+        Claim("C.3", "A larger lambda keeps more: 1000 against 1", end("bomla@1000", past) + end("bomla@1", past, -1)),
+        Claim("C.3", f"A larger lambda learns less of {last[0]}: 1000 against 1",
+              end("bomla@1", last) + end("bomla@1000", last, -1)),
+    ]
+
+
+def accuracy_of(runs: dict, method: str, seed: int, stage: int, name: str) -> dict | None:
+    """The evaluation at the end of a stage; of "toe like maml" the one after as many iterations as MAML's stage had."""
+    if method == "toe like maml":
+        row = accuracy_of(runs, "maml", seed, stage, name)
+        same = lambda r: row and (r["stage"], r["iteration"], r["evaluated"]) == (stage, row["iterations"], name)
+        return next((r for r in runs.get(("toe", seed), ()) if same(r)), None)
+    return finished(runs.get((method, seed), [])).get((stage, name))
+
+
+def judge(values: list[float], half: list[float], low: float, high: float) -> dict:
+    """An effect, seed by seed, with half its interval over tasks, against the range that counts for the claim."""
+    effect, ci95 = float(np.mean(values)), interval(values, half)
+    holds, fails = low < effect - ci95 and effect + ci95 < high, effect + ci95 <= low or effect - ci95 >= high
+    verdict = "holds" if holds else "does not hold" if fails else "cannot tell yet"
+    return dict(effect=round(effect, 4), ci95=round(ci95, 4), seeds=len(values), verdict=verdict)
+
+
+def claims(summary: dict, runs: dict) -> list[dict]:
+    """Every claim with what counts for it, its effect, 95 % interval and verdict; or the run that is missing."""
+    found, names = [], summary["datasets"]
+    for claim in claims_of(summary["experiment"], names, summary["stages"]):
+        count = "above" if claim.high == math.inf else "below" if claim.low == -math.inf else "between"
+        bounds = " and ".join(f"{100 * b:g}" for b in (claim.low, claim.high) if abs(b) < math.inf)
+        row = dict(section=claim.section, claim=claim.text, counts=f"{count} {bounds} points")
+        values, half = [], []
+        for seed in sorted({s for _, s in runs}):
+            rows = [(w, accuracy_of(runs, m, seed, t, n)) for w, m, t, n in claim.terms]
+            if all(r for _, r in rows):
+                values.append(sum(w * r["accuracy"] for w, r in rows))
+                half.append(math.sqrt(sum((w * r["ci95"]) ** 2 for w, r in rows)))
+        missing = sorted({m.split()[0] for _, m, _, _ in claim.terms} - {m for m, _ in runs})
+        row |= judge(values, half, claim.low, claim.high) if values else dict(
+            verdict="cannot tell yet", missing=" and ".join(missing or ["the end of a run"]))
+        found.append(row)
+    layers = summary["methods"].get("bomvi", {}).get("variance_by_seed", {})
+    if layers and len(names) > 1 and all(len(v) == len(names) for v in layers["conv1"]):
+        log = {layer: [math.log(v[-1] / v[0]) for v in seeds] for layer, seeds in layers.items()}
+        less = [(a + b) / 2 - d for a, b, d in zip(log["conv1"], log["conv2"], log["conv4"])]
+        for text, values in (("BomVI's variances shrink from the first dataset to the last (log ratio)",
+                              list(np.mean(list(log.values()), 0))),
+                             ("more in the first two conv layers than in the last (difference of log ratios)", less)):
+            found.append(dict(section="C.2", claim=text, counts="below 0") | judge(
+                values, [0.0] * len(values), -math.inf, 0.0))
+    return found
+
+
+def claims_table(rows: list[dict]) -> str:
+    lines = []
+    for r in rows:
+        scale, digits = (1, 2) if "log ratio" in r["claim"] else (100, 1)
+        effect = f"{scale * r['effect']:+.{digits}f} ±{scale * r['ci95']:.{digits}f}" if "effect" in r else f"no run of {r['missing']}"
+        lines.append(f"{r['section']:5}{r['claim'][:88]:90}{effect:>16}  ({r['counts']}): {r['verdict']}")
+    return "\n".join(lines)
 
 
 # ----------------------------------------------------------------------------------------------- Approximation
@@ -1466,7 +1582,7 @@ def approximation(folder: Path, nets: int = 10, alpha: float = 0.4) -> str:
 # ------------------------------------------------------------------------------------------------ Command line
 
 
-COMMANDS = [*EXPERIMENTS, "approximation"]
+COMMANDS = [*EXPERIMENTS, "approximation", "claims"]
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
@@ -1483,6 +1599,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--device", default=device, help="as torch names it (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=0, help="runs side by side (default: one per core, or 1 with CUDA)")
     parser.add_argument("--prepare", action="store_true", help="first download the datasets that the folder lacks")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits every time on CUDA too, more slowly")
     parser.add_argument("--fresh", action="store_true", help="start these runs over instead of resuming them")
     help_of = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", inspect.getsource(Config), re.M))
     for field in dataclasses.fields(Config):
@@ -1548,6 +1665,12 @@ def work(args, cfg: Config, method: str, seed: int, queue):
         signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
         torch.set_num_threads(1)  # two runs side by side on one thread each beat one run on two
 
+    if args.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
     def tell(share, text):
         queue.put((job, share, text))
         return bool(stop) or parent is not None and not parent.is_alive()
@@ -1599,6 +1722,16 @@ def main(argv: list[str]):
     args, cfg = parse(argv)
     if args.experiment == "approximation":
         return print(approximation(args.out))
+    if args.experiment == "claims":
+        found = {e: args.out / e for e in EXPERIMENTS if (args.out / e / "summary.json").exists()}
+        need(found, f"{args.out} holds no finished experiment; run one first.")
+        for experiment, folder in found.items():
+            report(folder, dict(settings=json.loads((folder / "summary.json").read_text())["settings"]))
+            summary = json.loads((folder / "summary.json").read_text())
+            print(f"{experiment}, {summary['data'].upper()} data, {summary['schedule']} schedule: effects in points of "
+                  f"accuracy, 95 % intervals\n{claims_table(summary['claims'])}\n")
+        every = {e: json.loads((f / "summary.json").read_text())["claims"] for e, f in found.items()}
+        return (args.out / "claims.json").write_text(json.dumps(every, indent=1))
     if "RANK" in os.environ:  # torchrun's
         if args.device == "cuda":
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -1627,6 +1760,8 @@ def main(argv: list[str]):
     like = dict(schedule=args.schedule, data=kind_of(sequence), settings=digest(cfg, sequence))
     problems = run_all(args, cfg, pairs, lambda: print("\n" + report(folder, like) + "\n", flush=True))
     need(not problems, " ".join(problems))
+    rows = json.loads((folder / "summary.json").read_text())["claims"] if not RANK else []
+    print(f"The paper's claims (effect in points of accuracy, 95 % interval):\n{claims_table(rows)}\n")
     print(f"{folder}/summary.json and the figures beside it are written.")
 
 

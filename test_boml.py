@@ -1257,6 +1257,38 @@ def test_difference_to_maml_is_paired():
     assert_close(got["d1"], [-0.1, 0.0])
 
 
+@pytest.mark.parametrize("drops, verdict", [
+    ([0.30, 0.32, 0.28], "holds"), ([-0.10, -0.12, -0.11], "does not hold"), ([0.3, -0.3, 0.1], "cannot tell yet")])
+def test_claim_comes_out_each_way(drops, verdict):
+    """The verdict on a claim follows the effect and its interval over seeds: for it, against it, or neither."""
+    runs = {("maml", s): made_up("maml", s, [[0.6, 0.3], [0.6 - d, 0.5]]) for s, d in enumerate(drops)}
+    first, *others = boml.claims(boml.summarise(runs), runs)
+    assert first["claim"] == "Sequential MAML forgets d0 by the end" and first["verdict"] == verdict
+    assert_close(first["effect"], np.mean(drops), atol=1e-4)
+    bomla = next(c for c in others if c["claim"].startswith("BomLA keeps more of d0"))
+    assert bomla["verdict"] == "cannot tell yet" and bomla["missing"] == "bomla"  # and says what is missing
+    assert all(c["claim"][:80] in boml.claims_table([first, *others]) for c in [first, *others])
+
+
+def test_claims_are_paired_over_seeds():
+    """A claim that compares methods takes the difference seed by seed."""
+    runs = {(m, s): made_up(m, s, [[0.9, 0.3], [0.4 + gain + 0.2 * s, 0.5]])
+            for m, gain in (("maml", 0), ("bomla", 0.1)) for s in (0, 1, 2)}
+    claim = next(c for c in boml.claims(boml.summarise(runs), runs) if c["claim"].startswith("BomLA keeps more"))
+    assert (claim["effect"], claim["ci95"], claim["seeds"], claim["verdict"]) == (0.1, 0.0, 3, "holds")
+
+
+def test_claims_of_a_task_sequence():
+    """Along a sequence of tasks the last quarter is compared with the first."""
+    rise = lambda m, s: [r | dict(stages=8, judges=["d0"], accuracy=0.5 + 0.05 * t + 0.001 * s)
+                         for t, r in enumerate(made_up(m, s, [[0.0]] * 8))]
+    runs = {(m, s): rise(m, s) for m in ("bomla", "toe") for s in (0, 1)}
+    found = {c["claim"]: c for c in boml.claims(boml.summarise(runs), runs)}
+    gathers = found["BomLA gathers few-shot ability along the sequence"]
+    assert gathers["verdict"] == "holds" and gathers["effect"] == 0.3
+    assert found["Train-On-Everything gains nothing from task to task"]["verdict"] == "does not hold"
+
+
 # -------------------------------------------------------------------------------------------------- Bad input
 
 
