@@ -1726,7 +1726,8 @@ def main(argv: list[str]):
         found = {e: args.out / e for e in EXPERIMENTS if (args.out / e / "summary.json").exists()}
         need(found, f"{args.out} holds no finished experiment; run one first.")
         for experiment, folder in found.items():
-            report(folder, dict(settings=json.loads((folder / "summary.json").read_text())["settings"]))
+            settings = json.loads((folder / "summary.json").read_text()).get("settings")
+            report(folder, settings and dict(settings=settings))
             summary = json.loads((folder / "summary.json").read_text())
             print(f"{experiment}, {summary['data'].upper()} data, {summary['schedule']} schedule: effects in points of "
                   f"accuracy, 95 % intervals\n{claims_table(summary['claims'])}\n")
