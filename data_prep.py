@@ -7,7 +7,7 @@
 Each archive is found in --raw DIR or downloaded to <data>/raw (resumed when cut, checked by md5).
 Without a network it gives up in seconds; generated datasets then stand in, labelled as such.
 """
-import argparse, hashlib, http.client, io, math, os, stat, sys, tarfile, time, zipfile, zlib
+import argparse, hashlib, http.client, io, lzma, math, os, stat, sys, tarfile, time, tokenize, zipfile, zlib
 import urllib.error, urllib.parse, urllib.request
 from pathlib import Path
 
@@ -46,7 +46,7 @@ PIXELS = 1 << 26  # likewise an image
 
 
 DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, ValueError, LookupError, OSError,
-          RuntimeError, NotImplementedError)  # what the readers of archives and arrays raise on bad bytes
+          RuntimeError, NotImplementedError, TypeError, SyntaxError, lzma.LZMAError, tokenize.TokenError)  # what the readers of archives and arrays raise on bad bytes
 
 
 class Problem(Exception):
@@ -156,6 +156,10 @@ def picture(path: Path, member: str, data: bytes, mode: str) -> Image.Image:
         image = Image.open(io.BytesIO(data))
         if image.width * image.height > PIXELS:
             raise ValueError(f"{image.width} x {image.height} pixels are too many")
+        if image.mode[0] in "IF":  # 16 or 32 bits per pixel: its range becomes 0 to 255
+            values = np.asarray(image, np.float64)
+            values = (values - values.min()) / max(np.ptp(values), 1e-30) * 255
+            image = Image.fromarray(values.astype(np.uint8))
         return image.convert(mode)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise Problem(f"{path} holds {member}, which is not a readable image ({error}); get the archive again.")
@@ -237,7 +241,8 @@ def quickdraw_files(raw, cache) -> list[Path]:
 def cifar_fs(raw, cache):
     """CIFAR-100's binary archive: per image a coarse label, a fine label and 3x32x32 bytes."""
     (path,) = obtain("cifar_fs", raw, cache)
-    files = {name.removeprefix("cifar-100-binary/"): data for name, data in members(path)}
+    wanted = [f"cifar-100-binary/{file}" for file in ("fine_label_names.txt", "train.bin", "test.bin")]
+    files = {name.rsplit("/")[1]: data for name, data in members(path) if name in wanted}
     names = files["fine_label_names.txt"].decode().split()
     for part in ("train.bin", "test.bin"):
         for row in np.frombuffer(files[part], np.uint8).reshape(-1, 3074):
@@ -473,13 +478,13 @@ def pack(name: str, raw: Path | None, data: Path) -> Path:
         raise Problem(f"{name}: the archive holds {len(names)} classes, not {CLASSES[name]}; get it again.")
     path = data / f"{name}.npz"
     data.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".tmp"), "wb") as file:
+    with open(path.with_suffix(f".{os.getpid()}.tmp"), "wb") as file:
         np.savez_compressed(
             file, images=np.stack([i[1] for i in items]), labels=labels.astype(np.int32), names=names,
             origin=["supplied" if raw else "downloaded", CHECKED.get(name, "none published")])
         file.flush()
         os.fsync(file.fileno())
-    os.replace(path.with_suffix(".tmp"), path)
+    os.replace(path.with_suffix(f".{os.getpid()}.tmp"), path)
     return path
 
 
@@ -502,7 +507,8 @@ def read_npz(path: Path) -> tuple[np.ndarray, ...]:
         why = str(error).split("\n")[0]
         raise Problem(f"{path} is damaged ({why}); {again}")
     sound = images.dtype == np.uint8 and images.shape[1:3] == (28, 28) and images.shape[3:] in ((), (3,))
-    sound = sound and labels.shape == images.shape[:1] and len(labels) and (np.diff(labels) >= 0).all()
+    sound = sound and labels.shape == images.shape[:1] and len(labels) and (np.diff(labels.astype(np.int64)) >= 0).all()
+    sound = sound and names.ndim == 1 and len(set(names.tolist())) == len(names)
     if not sound or set(labels.tolist()) != set(range(len(names))) or origin.shape != (2,):
         raise Problem(f"{path} does not hold 28x28 uint8 images sorted by class; {again}")
     return images, labels, names, origin

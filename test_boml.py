@@ -1048,9 +1048,9 @@ def test_resumed_run_equals_unbroken(method, tmp_path):
     assert all(torch.equal(a["theta"][n], b["theta"][n]) for n in a["theta"])
 
 
-def toy_run(out, method, cfg=None, tell=lambda *_: None):
+def toy_run(out, method, cfg=None, tell=lambda *_: None, **more):
     sequence = [toy_data(0, iterations=6), toy_data(1, name="mini_quickdraw", iterations=8)]
-    boml.run(cfg or toy_config(eval_every=4), facts(method), sequence, sequence, out, tell)
+    boml.run(cfg or toy_config(eval_every=4), facts(method), sequence, sequence, out, tell, **more)
 
 
 def assert_same_run(a, b):
@@ -1151,7 +1151,8 @@ def test_processes_share_the_work(fake_data, tmp_path):
                        "torch.set_default_dtype(torch.double)\nimport boml; boml.main(sys.argv[1:])\n")
     for n in (1, 2):
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), program,
-                "triathlon", "--data", fake_data, "--out", tmp_path / str(n), *SMALL, "--meta-batch", "3", "--iterations", "3"]
+                "triathlon", "--data", fake_data, "--out", tmp_path / str(n), *SMALL, "--meta-batch", "3", "--iterations", "3",
+                "--hessian-tasks", "20"]
         done = subprocess.run([str(x) for x in line], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     for method in boml.METHODS:
@@ -1163,6 +1164,20 @@ def test_processes_share_the_work(fake_data, tmp_path):
         assert len(rows[0]) == len(rows[1])
         for a, b in zip(*rows):
             assert_close(b["nll"], a["nll"])
+
+
+def test_fresh_start_waits_for_the_lock(tmp_path):
+    """--fresh takes nothing from a run that is at work, and starts a finished one over."""
+    toy_run(tmp_path, "maml")
+    held = boml.lock(tmp_path)
+    before = (tmp_path / "record.jsonl").read_text()
+    with pytest.raises(boml.Problem, match="another process"):
+        toy_run(tmp_path, "maml", fresh=True)
+    assert (tmp_path / "record.jsonl").read_text() == before and (tmp_path / "checkpoint.pt").exists()
+    held.close()
+    done = []
+    toy_run(tmp_path, "maml", tell=lambda share, text: done.append(text) and False, fresh=True)
+    assert len(done) > 10 and len(rows_of(tmp_path / "record.jsonl")) == before.count("\n")
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -1292,6 +1307,20 @@ def test_claims_of_a_task_sequence():
     assert found["Train-On-Everything gains nothing from task to task"]["verdict"] == "does not hold"
 
 
+def test_one_dataset_is_reported(tmp_path):
+    """A sequence of one dataset has a table and a figure, and no claims."""
+    sequence = [toy_data(0)]
+    boml.run(toy_config(), facts("maml"), sequence, sequence, tmp_path / "maml-0", lambda *_: None)
+    assert "omniglot" in boml.report(tmp_path) and (tmp_path / "accuracy.png").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["claims"] == []
+
+
+def test_settings_know_the_images():
+    """Runs on other images of the same name are runs of other settings."""
+    cfg, data = toy_config(), toy_data(0)
+    assert boml.digest(cfg, [data]) != boml.digest(cfg, [data._replace(mark="other")])
+
+
 def readme_table(summary):
     """The lines of a summary's table in the README."""
     percent, names, lines = lambda v: f"{100 * v:.1f}", summary["datasets"], []
@@ -1351,6 +1380,10 @@ def test_readme_says_what_was_measured(path):
     (["triathlon", "--jacobian-rate", "abc"], "--jacobian-rate: 'abc' is not a number"),
     (["triathlon", "--kl-weight", "nan"], "--kl-weight is nan"),
     (["run"], "run needs --sequence"),
+    (["triathlon", "--iterations", ","], "--iterations , has 0 values"),
+    (["triathlon", "--device", "meta"], "--device meta computes nothing"),
+    (["run", "--sequence", "omniglot,"], "'' is neither a folder nor a dataset"),
+    (["run", "--sequence", "omniglot,generated_characters", "--data", "nowhere"], "have the same name"),
     (["triathlon", "--way", "21"], "cifar_fs has 20 classes to test"),
     (["triathlon", "--past-weight", "1,x"], "--past-weight: 'x' is not a number"),
     (["triathlon", "--past-weight", "1,-1"], "--past-weight is 1,-1"),
@@ -1433,6 +1466,21 @@ def test_bad_own_folder(classes, spoil, word, tmp_path):
         spoil(own)
     with pytest.raises(boml.Problem, match=word):
         boml.main(["run", "--sequence", str(own), "--query", "2", "--out", str(tmp_path / "out")])
+
+
+def test_sixteen_bits_become_eight(tmp_path):
+    """A picture of 16 bits per pixel keeps its shades."""
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.linspace(0, 65535, 28 * 28).reshape(28, 28).astype(np.uint16)).save(tmp_path / "a" / "1.png")
+    images, _, _ = data_prep.read_folder(tmp_path, "L")
+    assert abs(images[0].ravel() - np.linspace(0, 255, 28 * 28)).max() <= 1
+
+
+def test_alphabets_smaller_than_a_task():
+    """Alphabets with too few characters for a task are not evaluated on; if there is none, a sentence says so."""
+    data = toy_data(0, classes=65)._replace(kind="generated")
+    with pytest.raises(boml.Problem, match="no alphabets of 6 characters"):
+        boml.task_sequence(data, toy_config(way=6), 0)
 
 
 def test_lambda_study_side_by_side(fake_data, tmp_path):
@@ -1683,6 +1731,8 @@ HOSTILE = {  # dataset, how to write its archive
     "tar: more declared than there": ("cifar_fs", tar_of(size=100 << 20)),
     "tar: files missing": ("cifar_fs", tar_of()),
     "npy: garbage": ("mini_quickdraw", drawings_of(b"\x93NUMPY\x01\x00\xff\xff{'descr'")),
+    "npy: header cut in a bracket": ("mini_quickdraw", drawings_of(b"\x93NUMPY\x01\x00\x10\x00{'shape': (1, (2 ")),
+    "npy: shape of booleans": ("mini_quickdraw", drawings_of(npy_of((True, 784)))),
     "npy: version": ("mini_quickdraw", drawings_of(b"\x93NUMPY\x09\x00" + bytes(100))),
     "npy: code in header": ("mini_quickdraw", drawings_of(b"\x93NUMPY\x01\x00\x20\x00__import__('os').system('date')   ")),
     "npy: pickle": ("mini_quickdraw", drawings_of(npy_of((1, 784), "|O", pickle.dumps(Evil())))),
@@ -1736,7 +1786,8 @@ def packed(**changes):
     packed(images=npy_of((6, 28, 28), data=b"short")), packed(labels=np.array([0, 0, 1, 1, 2, 9])),
     packed(labels=np.array([0, 0, 1, 1, -1, 2])), packed(labels=np.array([2, 2, 1, 1, 0, 0])),
     packed(labels=np.arange(5)), packed(labels=np.zeros(6)), packed(names=np.array([Evil()] * 3, dtype=object)),
-    packed(names=np.array(["a", "b"])), packed(names=npy_of((3,), "|O", pickle.dumps([Evil()] * 3)))])
+    packed(names=np.array(["a", "b"])), packed(names=np.array(["a", "a", "b"])), packed(names=np.array("abc")),
+    packed(labels=np.array([0, 0, 2, 2, 1, 1], np.uint8)), packed(images=b"\x93NUMPY\x01\x00\x10\x00{'descr': ('|u1'"), packed(names=npy_of((3,), "|O", pickle.dumps([Evil()] * 3)))])
 def test_hostile_packed_file(content, tmp_path):
     """A packed file that is not what it should be is refused in one sentence that names it."""
     (tmp_path / "cifar_fs.npz").write_bytes(content)
