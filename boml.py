@@ -1520,6 +1520,23 @@ def claims_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def show_claims(out: Path):
+    """The claims of every experiment whose records are in the folder, on the screen and in claims.json."""
+    every = {}
+    for folder in (out / e for e in EXPERIMENTS if (out / e / "summary.json").exists()):
+        try:
+            settings = json.loads((folder / "summary.json").read_text()).get("settings")
+        except ValueError:
+            raise Problem(f"{folder}/summary.json is damaged; delete it and run the experiment's command again.")
+        report(folder, settings and dict(settings=settings))
+        summary = json.loads((folder / "summary.json").read_text())
+        every[summary["experiment"]] = summary["claims"]
+        print(f"{summary['experiment']}, {summary['data'].upper()} data, {summary['schedule']} schedule: effects in points of "
+              f"accuracy, 95 % intervals\n{claims_table(summary['claims'])}\n")
+    need(every, f"{out} holds no finished experiment; run one first.")
+    (out / "claims.json").write_text(json.dumps(every, indent=1))
+
+
 # ----------------------------------------------------------------------------------------------- Approximation
 # How near is the curvature that BomLA carries to the exact adapted Fisher of Eq. 11? On networks small enough to know.
 
@@ -1607,7 +1624,8 @@ def approximation(folder: Path, nets: int = 10, alpha: float = 0.4) -> str:
 COMMANDS = [*EXPERIMENTS, "approximation", "claims"]
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+def options() -> argparse.ArgumentParser:
+    """Those of a run, and every field of Config."""
     parser = data_prep.Parser(prog="boml.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", help=f"one of {', '.join(COMMANDS)}")
     parser.add_argument("--sequence", help=f"datasets in order, comma-separated, of {', '.join(DATASETS)}, or a folder "
@@ -1632,7 +1650,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         how = dict(type=kind) if kind else dict(action=argparse.BooleanOptionalAction)
         name, default = f"--{field.name.replace('_', '-')}", default if field.default != "" else ""
         parser.add_argument(name, help=help_of[field.name] + default, **how)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """The command line, checked: what to run, and its configuration."""
+    args = options().parse_args(argv)
     known = ", ".join(COMMANDS)
     need(args.experiment in COMMANDS, f"{args.experiment!r} is not an experiment; choose from {known}.")
     experiment = EXPERIMENTS.get(args.experiment, Experiment("omniglot"))
@@ -1746,16 +1769,7 @@ def main(argv: list[str]):
     if args.experiment == "approximation":
         return print(approximation(args.out))
     if args.experiment == "claims":
-        found = {e: args.out / e for e in EXPERIMENTS if (args.out / e / "summary.json").exists()}
-        need(found, f"{args.out} holds no finished experiment; run one first.")
-        for experiment, folder in found.items():
-            settings = json.loads((folder / "summary.json").read_text()).get("settings")
-            report(folder, settings and dict(settings=settings))
-            summary = json.loads((folder / "summary.json").read_text())
-            print(f"{experiment}, {summary['data'].upper()} data, {summary['schedule']} schedule: effects in points of "
-                  f"accuracy, 95 % intervals\n{claims_table(summary['claims'])}\n")
-        every = {e: json.loads((f / "summary.json").read_text())["claims"] for e, f in found.items()}
-        return (args.out / "claims.json").write_text(json.dumps(every, indent=1))
+        return show_claims(args.out)
     if TORCHRUN:
         if args.device == "cuda":
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"
