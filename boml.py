@@ -25,6 +25,10 @@ One module, read top to bottom:
     Claims          what the paper says of its experiments, and whether the records bear it out
     Approximation   the curvature against the exact one of reference_numpy.py
     Command line    python boml.py triathlon --help
+
+Measured on real data (cpu schedule, seeds 0 to 2, two CPU cores, torch 2.13.0; figures/triathlon.json): accuracy on
+Omniglot right after its stage -> after miniQuickDraw and CIFAR-FS: sequential MAML 86.5 -> 55.1 %, BomVI 79.1 -> 71.2 %,
+BomLA 83.1 -> 83.2 %.
 """
 from __future__ import annotations
 
