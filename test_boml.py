@@ -957,8 +957,9 @@ def fake_data(tmp_path_factory):
     """Files in the shape of the three real datasets, with noise for images."""
     folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     cifar = " ".join(boml.SPLITS["cifar_fs"]).split() + [f"c{i}" for i in range(64)]
+    alphabets = " ".join(boml.SPLITS["alphabets"]).split() + [f"alphabet {i}" for i in range(35)]
     for name, names, shape in (
-        ("omniglot", [f"{i}" for i in range(1623)], (28, 28)),
+        ("omniglot", [f"{alphabets[i % 50]}/{i}" for i in range(1623)], (28, 28)),
         ("mini_quickdraw", [f"{i}" for i in range(345)], (28, 28)),
         ("cifar_fs", cifar, (28, 28, 3)),
     ):
@@ -1005,9 +1006,7 @@ def test_every_method_end_to_end(fake_data, tmp_path):
     assert np.array(summary["methods"]["toe"]["accuracy"]).shape == (3, 3)
     assert summary["methods"]["bomvi"]["variance"].keys() == {"conv1", "conv2", "conv3", "conv4"}
     assert all(Image.open(folder / f"{name}.png").size[0] > 500 for name in ("accuracy", "covariance"))
-    code, text, errors = command("triathlon", "--data", fake_data, "--out", tmp_path / "a", "--methods", "maml",
-                                 "--seeds", "1", *SMALL, "--way", "4")
-    assert code == 0 and "left out" in text and "BomLA" not in text.split("left out")[-1]  # not of one table
+    assert not boml.read_records(folder, dict(settings="others")) and len(boml.read_records(folder)) == 5  # of one table
 
 
 def test_generated_data_is_labelled(tmp_path):
@@ -1151,16 +1150,16 @@ def test_processes_share_the_work(fake_data, tmp_path):
                        "torch.set_default_dtype(torch.double)\nimport boml; boml.main(sys.argv[1:])\n")
     for n in (1, 2):
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), program,
-                "triathlon", "--data", fake_data, "--out", tmp_path / str(n), *SMALL, "--meta-batch", "3", "--iterations", "3",
-                "--hessian-tasks", "20"]
+                "run", "--sequence", "omniglot,cifar_fs", "--data", fake_data, "--out", tmp_path / str(n), *SMALL,
+                "--meta-batch", "3", "--iterations", "2", "--hessian-tasks", "20"]
         done = subprocess.run([str(x) for x in line], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     for method in boml.METHODS:
-        one, two = (torch.load(tmp_path / str(n) / f"triathlon/{method}-0/checkpoint.pt", weights_only=True) for n in (1, 2))
+        one, two = (torch.load(tmp_path / str(n) / f"run/{method}-0/checkpoint.pt", weights_only=True) for n in (1, 2))
         for name, value in one["theta"].items():
             assert value.dtype == torch.double
             assert_close(two["theta"][name], value, rtol=1e-9, atol=1e-9)
-        rows = [rows_of(tmp_path / str(n) / f"triathlon/{method}-0/record.jsonl") for n in (1, 2)]
+        rows = [rows_of(tmp_path / str(n) / f"run/{method}-0/record.jsonl") for n in (1, 2)]
         assert len(rows[0]) == len(rows[1])
         for a, b in zip(*rows):
             assert_close(b["nll"], a["nll"])
@@ -1485,20 +1484,20 @@ def test_alphabets_smaller_than_a_task():
 
 def test_lambda_study_side_by_side(fake_data, tmp_path):
     """Several values of lambda are runs of their own beside the default's, in one table."""
-    args = ["triathlon", "--data", fake_data, "--out", tmp_path, "--methods", "bomla,bomvi", *SMALL, "--iterations", "1"]
-    code, text, errors = command(*args, "--past-weight", "1,100,1000")
+    args = ["run", "--sequence", "omniglot,cifar_fs", "--data", fake_data, "--out", tmp_path, "--methods", "bomla,bomvi"]
+    code, text, errors = command(*args, *SMALL, "--iterations", "1", "--past-weight", "1,100,1000")
     assert code == 0, errors
-    methods = json.loads((tmp_path / "triathlon" / "summary.json").read_text())["methods"]
+    methods = json.loads((tmp_path / "run" / "summary.json").read_text())["methods"]
     assert list(methods) == ["bomla", "bomla@1", "bomla@1000", "bomvi"] and "BomLA, lambda = 1000" in text
-    weights = {m: torch.load(tmp_path / f"triathlon/{m}-0/checkpoint.pt", weights_only=True)["settings"]["past_weight"]
+    weights = {m: torch.load(tmp_path / f"run/{m}-0/checkpoint.pt", weights_only=True)["settings"]["past_weight"]
                for m in methods}
     assert weights == {"bomla": 100.0, "bomla@1": 1.0, "bomla@1000": 1000.0, "bomvi": 100.0}
 
 
-def test_omniglot_sequence_end_to_end(tmp_path):
+def test_omniglot_sequence_end_to_end(fake_data, tmp_path):
     """The task sequence runs with every method, evaluates after every task, and draws its figure."""
-    args = "--filters 4 --iterations 2 --tasks 5 --query 2 --eval-tasks 2 --eval-every 2".split()
-    code, text, errors = command("omniglot", "--data", tmp_path / "none", "--out", tmp_path, *args)
+    args = "--filters 4 --iterations 2 --tasks 5 --shot 1 --query 2 --eval-tasks 2 --eval-every 2".split()
+    code, text, errors = command("omniglot", "--data", fake_data, "--out", tmp_path, *args)
     assert code == 0, errors
     assert "after task 5" in text and all(m.label in text for m in boml.METHODS.values())
     for method in boml.METHODS:
