@@ -2,7 +2,7 @@
 
 The plain versions that the properties compare with are also what `bash run.sh bench` measures boml.py against (the end).
 """
-import dataclasses, gzip, hashlib, http.server, io, json, os, pickle, re, resource, signal, struct, subprocess, sys, tarfile
+import dataclasses, gzip, hashlib, http.server, io, json, os, pickle, re, resource, shutil, signal, struct, subprocess, sys, tarfile
 import threading, time, zipfile, zlib
 from pathlib import Path
 
@@ -1072,18 +1072,25 @@ def test_run_killed_again_and_again_equals_unbroken(method, tmp_path, monkeypatc
     monkeypatch.setattr(boml, "CHECKPOINT_EVERY", 1)
     start = time.time()
     toy_run(tmp_path / "whole", method)
-    wait, rng = (time.time() - start) / 3, np.random.default_rng(0)
-    for kill in range(21):
+    wait, rng, kills, ended = (time.time() - start) / 3, np.random.default_rng(0), 0, False
+    while kills < 20 or not ended:
+        if ended:  # before the twentieth kill: once more from the start
+            assert_same_run(tmp_path / "killed", tmp_path / "whole")
+            shutil.rmtree(tmp_path / "killed")
         pid = os.fork()
         if not pid:
             try:
                 toy_run(tmp_path / "killed", method)
-            finally:
-                os._exit(0)
-        if kill < 20:
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        if kills < 20:
             time.sleep(rng.uniform(0, wait))
             os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        status = os.waitpid(pid, 0)[1]
+        ended = not os.WIFSIGNALED(status)
+        assert not ended or status == 0
+        kills += not ended  # only those that hit it running
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
