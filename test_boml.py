@@ -1365,6 +1365,15 @@ def test_readme_says_what_was_measured(path):
         assert line in section
 
 
+def test_readme_guides_to_the_right_lines():
+    """The reading guide's lines are those of the sections."""
+    source = (HERE / "boml.py").read_text().split("\n")
+    heads = [n for n, line in enumerate(source, 1) if line.startswith("# -----")] + [len(source)]
+    guide = (HERE / "README.md").read_text().split("## Reading")[1].split("\n## ")[0]
+    for start, end in zip(heads, heads[1:]):
+        assert f"\n| {source[start - 1].split('- ')[1]} | {start}-{end - 1} |" in guide
+
+
 # -------------------------------------------------------------------------------------------------- Bad input
 
 
