@@ -3,7 +3,7 @@
 The plain versions that the properties compare with are also what `bash run.sh bench` measures boml.py against (the end).
 """
 import dataclasses, gzip, hashlib, http.server, io, json, os, pickle, re, resource, shutil, signal, struct, subprocess, sys, tarfile
-import threading, time, zipfile, zlib
+import tempfile, threading, time, zipfile, zlib
 from pathlib import Path
 
 import numpy as np
@@ -1958,7 +1958,7 @@ def bench_cases():
         "meta-step, cpu schedule (T=4, 25 queries), k=1": lambda: step(4, 5, 3, 0.4, 1),
         "meta-step, cpu schedule (T=4, 25 queries), k=5": lambda: step(4, 5, 3, 0.1, 5),
         "K-FAC, T=8, 75 queries": lambda: curvature(8, 15),
-        "BomVI step, T=2, 75 queries, 20 samples": lambda: variational(2, 15, 20),
+        "BomVI step, T=1, 75 queries, 20 samples": lambda: variational(1, 15, 20),
         "evaluation, 20 tasks, 10 steps": lambda: evaluation(20, 15),
     }
 
@@ -1970,6 +1970,16 @@ def bench_memory(name, which):
     before = kilobytes("VmRSS")
     call()
     print((kilobytes("VmHWM") - before) / 1024)
+
+
+def bench_torchrun(processes):
+    """Seconds of a short run by torchrun, whose processes share two threads."""
+    with tempfile.TemporaryDirectory() as out:
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+                        HERE / "boml.py", "run", "--sequence", "generated_textures", "--methods", "maml", "--iterations", "10",
+                        "--meta-batch", "8", "--eval-tasks", "2", "--schedule", "cpu", "--device", "cpu", "--out", out],
+                       env=os.environ | {"OMP_NUM_THREADS": str(2 // processes)}, capture_output=True, check=True)
+        return json.loads((Path(out) / "run/maml-0/record.jsonl").read_text().split("\n")[-2])["seconds"]
 
 
 def bench(repeats=3):
@@ -2016,9 +2026,13 @@ def bench(repeats=3):
                 posterior.blocks[name] = boml.merge(boml.add_blocks(old, block), 1) if old else block
         penalty[datasets] = np.median([seconds(lambda: posterior.penalty(theta)) for _ in range(50)])
     rows["sampling 4 tasks"], rows["penalty"] = dict(seconds=sample), {f"after {d}": s for d, s in penalty.items()}
+    pairs = np.array([[bench_torchrun(1), bench_torchrun(2)] for _ in range(repeats)])
+    one, two = np.median(pairs, 0)
+    rows["torchrun"] = {"1 process, 2 threads": one, "2 processes, 1 thread": two}
     step = rows["meta-step, cpu schedule (T=4, 25 queries), k=1"]["seconds"]
     print(f"sampling a meta-batch: {100 * sample / step:.1f} % of the shortest step; penalty after 3 datasets "
           f"{1000 * penalty[3]:.1f} ms, after 50 {1000 * penalty[50]:.1f} ms")
+    print(f"torchrun, meta-batches of 8 tasks: 2 processes with a thread each are {one / two:.2f} times as fast as 1 with 2")
     Path("runs").mkdir(exist_ok=True)
     facts = dict(threads=1, load=os.getloadavg()[0], peak_gflops=peak / 1e9, torch=torch.__version__)
     Path("runs/bench.json").write_text(json.dumps(facts | dict(rows=rows), indent=1))
