@@ -36,7 +36,7 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a busy-waiting second thread is 15x slower on a shared core
 
-import argparse, dataclasses, fcntl, hashlib, inspect, json, math, multiprocessing, re, signal
+import argparse, dataclasses, fcntl, hashlib, inspect, itertools, json, math, multiprocessing, re, signal
 import subprocess, sys, time, traceback, zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,13 +106,10 @@ DATASETS = {
     "mini_imagenet": Setting((64, 16, 20), 0.1, 5, 10, (0.5,), stand_in="generated_scenes"),
     "vgg_flowers": Setting((66, 16, 20), 0.1, 5, 10, (0.2, 0.4, 0.6, 0.8), stand_in="generated_blossoms"),
     "aircraft": Setting((64, 16, 20), 0.1, 5, 10, (0.5,), stand_in="generated_aeroplanes"),
-    "generated_characters": Setting((220, 40, 80), 0.4, 1, 3),
-    "generated_doodles": Setting((200, 40, 60), 0.2, 3, 5, (0.5,)),
-    "generated_textures": Setting((200, 40, 60), 0.1, 5, 10, (0.5,)),
-    "generated_scenes": Setting((64, 16, 20), 0.1, 5, 10, (0.5,)),
-    "generated_blossoms": Setting((66, 16, 20), 0.1, 5, 10, (0.2, 0.4, 0.6, 0.8)),
-    "generated_aeroplanes": Setting((64, 16, 20), 0.1, 5, 10, (0.5,)),
 }
+DATASETS |= {  # the generated ones: as those for which they stand in, but with classes of their own
+    data.stand_in: data._replace(classes=classes or data.classes, turns=1, stand_in="") for data, classes in zip(
+        DATASETS.values(), ((220, 40, 80), (200, 40, 60), (200, 40, 60), None, None, None))}
 OWN = Setting((0, 0, 0), 0.1, 5, 10, (0.5,))  # of a person's own folder of images
 SCHEDULES = {
     "paper": {},  # Config's defaults, Table 1
@@ -169,11 +166,11 @@ SPLITS = {  # the published ones: validation and test, all other classes are for
         "n01930112 n01981276 n02099601 n02110063 n02110341 n02116738 n02129165 n02219486 n02443484 n02871525 "
         "n03127925 n03146219 n03272010 n03544143 n03775546 n04146614 n04149813 n04418357 n04522168 n07613480",
     ),
-    "alphabets": (  # of the Omniglot task sequence, Appendix C.4
-        "Anglo-Saxon_Futhorc Arcadian Blackfoot_(Canadian_Aboriginal_Syllabics) Cyrillic Ge_ez Glagolitic N_Ko",
-        "Atemayar_Qelisayer Futurama Greek Mkhedruli_(Georgian) Syriac_(Estrangelo) Syriac_(Serto) Tagalog Tibetan",
-    ),
 }
+ALPHABETS = (  # of the Omniglot task sequence, Appendix C.4
+    "Anglo-Saxon_Futhorc Arcadian Blackfoot_(Canadian_Aboriginal_Syllabics) Cyrillic Ge_ez Glagolitic N_Ko",
+    "Atemayar_Qelisayer Futurama Greek Mkhedruli_(Georgian) Syriac_(Estrangelo) Syriac_(Serto) Tagalog Tibetan",
+)
 
 
 class Dataset(NamedTuple):
@@ -206,8 +203,7 @@ def load_dataset(name: str, folder: Path, device="cpu", cfg=Config()) -> Dataset
         test = max(n // 5, cfg.way)  # a fifth, and a sixth for validation where that leaves enough for training
         val = max(0, min(n // 6, n - test - cfg.way))
         setting = setting._replace(classes=(max(n - test - val, 0), val, min(test, n)))
-    if images.ndim == 3:
-        images = images[..., None]
+    images = images.reshape(len(images), 28, 28, -1)
     count = np.bincount(labels, minlength=len(names))
     splits = split_classes(name, list(names), setting.classes)
     on_device = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device)
@@ -242,7 +238,7 @@ def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> 
         need(len(values) in (1, len(names), 0 if field != "iterations" else 1), f"--{field.replace('_', '-')} {getattr(cfg, field)} has "
              f"{len(values)} values; give one, or one for each of the {len(names)} datasets.")
         values = [number(field, v, float if field == "inner_rate" else int) for v in values]
-        need(all(v > 0 for v in values), f"--{field.replace('_', '-')} {getattr(cfg, field)}: it must be above 0.")
+        need(all(0 < v < math.inf for v in values), f"--{field.replace('_', '-')} {getattr(cfg, field)}: it must be above 0.")
         for j, v in enumerate(values and values * (len(names) // len(values))):
             sequence[j] = sequence[j]._replace(setting=sequence[j].setting._replace(**{field: v}))
     labels = [d.name for d in sequence]
@@ -271,7 +267,7 @@ def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset],
     alphabets: dict[str, list[int]] = {}
     for c, name in enumerate(data.names):
         alphabets.setdefault(name.split("/")[0], []).append(c)
-    val, test = (part.split() for part in SPLITS["alphabets"])
+    val, test = (part.split() for part in ALPHABETS)
     if data.kind == "generated":
         val, test = list(alphabets)[4::5], list(alphabets)[3::5]
     rng, sequence, index = np.random.default_rng(seed), [], lambda c: torch.tensor(c).to(data.first)
@@ -333,7 +329,7 @@ Params = dict[str, Tensor]
 
 
 def init_params(cfg: Config, rng, device="cpu") -> Params:
-    """Uniform in +-1/sqrt(fan-in), as torch.nn's layers; no conv biases: batch norm's own mean would cancel them."""
+    """Weights uniform in +-1/sqrt(fan-in); no conv biases: batch norm's own mean would cancel them."""
     p, width = {}, cfg.channels
     for i in range(1, 5):
         p[f"conv{i}.weight"] = (torch.rand(cfg.filters, width, 3, 3, generator=rng) * 2 - 1) / math.sqrt(9 * width)
@@ -397,15 +393,13 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 def adapt(p: Params, x, y, rate: float, steps: int, second_order=False, net=network) -> tuple[Params, Tensor]:
     """Eq. 1: `steps` steps of SGD on the support loss, all tasks at once. Also that loss (T,) before the first."""
-    first = None
+    losses = []
     for _ in range(steps):
-        loss = cross_entropy(net(p, x), y)
-        first = loss if first is None else first
-        grads = torch.autograd.grad(loss.sum(), list(p.values()), create_graph=second_order)
+        losses.append(cross_entropy(net(p, x), y))
+        grads = torch.autograd.grad(losses[-1].sum(), list(p.values()), create_graph=second_order)
         p = {n: v - rate * g for (n, v), g in zip(p.items(), grads)}
-        if not second_order:
-            p = leaves(p)
-    return p, first
+        p = p if second_order else leaves(p)
+    return p, losses[0]
 
 
 def leaves(p: Params, part=slice(None)) -> Params:
@@ -457,10 +451,8 @@ def meta_gradient(theta: Params, batch, rate, steps, support_weight, net=network
         query_loss = cross_entropy(net(leaf, x_q[part]), y_q[part]).sum()
         cotangents.append(torch.autograd.grad(query_loss, list(leaf.values())))
         loss = loss + query_loss.detach()
-    outputs, weights = list(adapted.values()), [torch.cat(c) for c in zip(*cotangents)]
-    if support_weight:
-        outputs, weights = outputs + [first], weights + [torch.full_like(first, support_weight)]
-    return loss, list(torch.autograd.grad(outputs, list(theta.values()), weights))
+    weights = [*(torch.cat(c) for c in zip(*cotangents)), torch.full_like(first, support_weight)]
+    return loss, list(torch.autograd.grad([*adapted.values(), first], list(theta.values()), weights))
 
 
 # ----------------------------------------------------------------------------------------------------- Laplace
@@ -551,7 +543,7 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor | None, net=network) -> dict[s
     seen = {}
 
     def watched(p, name, x):
-        seen[name] = x, layer(p, name, x)
+        seen[name] = x.detach(), layer(p, name, x)
         return seen[name][1]
 
     logits = net(p, x, watched)  # (T, B, N)
@@ -559,14 +551,13 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor | None, net=network) -> dict[s
     if u is None:
         signals = [prob[..., c, None].sqrt() * (prob - eye[c]) for c in range(len(eye))]
     else:  # the first class whose cumulative probability exceeds u
-        signals = [prob - eye[(prob.cumsum(-1)[..., :-1] <= u[..., None]).sum(-1)]]
+        signals = [prob - eye[((prob @ torch.ones_like(eye).triu())[..., :-1] <= u[..., None]).sum(-1)]]
     outputs, G = [h for _, h in seen.values()], dict.fromkeys(seen, 0.0)
     for signal in signals:
         grads = torch.autograd.grad(logits, outputs, signal, retain_graph=True)
         for (name, (inputs, _)), g in zip(seen.items(), grads):
-            G[name] = G[name] + output_factor(name, inputs.detach(), g, len(x))
-    inputs = {n: h.detach() for n, (h, _) in seen.items()}
-    return {n: (G[n],) if n.startswith("norm") else (input_factor(n, inputs[n], len(x)), G[n]) for n in seen}
+            G[name] = G[name] + output_factor(name, inputs, g, len(x))
+    return {n: (G[n],) if n.startswith("norm") else (input_factor(n, h, len(x)), G[n]) for n, (h, _) in seen.items()}
 
 
 def sandwich(support: Block, query: Block, a: float) -> Block:
@@ -600,10 +591,9 @@ def adapted_curvature(theta: Params, batches, rate, steps, a: float, cfg: Config
             new = [f.sum(0) for f in (*(sandwich(s, q, a) if products else q), *s)]
             sums[name] = [x + y for x, y in zip(sums[name], new)] if name in sums else new
         tasks += T
-    *flat, tasks = over_ranks([f for block in sums.values() for f in block] + [x_s.new_tensor(tasks)])
-    blocks, flat = {}, iter(flat)
+    blocks, tasks = {}, over_ranks([x_s.new_tensor(tasks)])[0]
     for name, block in sums.items():
-        mean = [next(flat) / tasks for _ in block]
+        mean = [f / tasks for f in over_ranks(block)]
         q, s = mean[: len(mean) // 2], mean[len(mean) // 2 :]
         blocks[name] = tuple(q) if products else sandwich(s, q, a)
         if cfg.support_hessian:
@@ -662,6 +652,7 @@ class Point:
 
     support_weight = 0.0  # of the pre-adaptation support loss, f(2) in Eq. 8
     decays = True  # the outer rate follows the dataset's schedule
+    carried: tuple[str, ...] = ()  # the attributes that a checkpoint holds
 
     def __init__(self, cfg: Config, theta: Params):
         self.cfg, self.extra = cfg, {}  # what is trained beside theta
@@ -682,29 +673,21 @@ class Point:
         """Log-probabilities (T, B, N) under adapted parameters, by the prefix of their scores in the record."""
         return {"": network(p, x).log_softmax(-1)}
 
-    def state(self) -> dict:
-        return {}
-
-    def load(self, state: dict):
-        pass
-
 
 class Laplace(Point):
     """BomLA, Algorithm 1: mean mu_t and precision Lambda_t = lambda H_t + Lambda_{t-1}."""
 
-    support_weight = 1.0
+    support_weight, carried = 1.0, ("mean", "blocks")
 
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
-        self.mean, self.blocks = {}, {}  # mu_0 = 0, and no curvature yet
+        self.mean, self.blocks = {n: torch.zeros_like(v) for n, v in theta.items()}, {}  # mu_0, and no curvature yet
 
     def penalty(self, theta):
         """1/2 (theta - mu)' Lambda (theta - mu) and Lambda (theta - mu)."""
         value, grads = 0.0, {}
         for name in layers_of(theta):
-            D = to_matrix(theta, name).detach()
-            if self.mean:
-                D = D - to_matrix(self.mean, name)
+            D = to_matrix(theta, name).detach() - to_matrix(self.mean, name)
             # Lambda_0, the authors' values. DIFFERS: a multiple of the identity; their code has a matrix of ones.
             product = D * (1e-2 if name.startswith("linear") else 1e-4)
             if name in self.blocks:
@@ -730,21 +713,16 @@ class Laplace(Point):
             self.blocks[name] = self.definite(name, merge(block, cfg.merge_rank), to_matrix(theta, name).detach(), data)
 
     def definite(self, name: str, block: Block, D: Tensor, data: Dataset) -> Block:
-        """The block if it is positive semi-definite; of an indefinite one (`products` can give one) a sum with the
-        multiple of the identity that makes it so, since a penalty without a minimum would run away."""
-        low, high = extremes(block, torch.ones_like(D) + D)
-        if len(block) == 1 or low >= -1e-4 * high:
+        """The block if it is positive semi-definite, up to 1e-4 of its largest eigenvalue; of an indefinite one (`products`
+        can give one) a sum with the multiple of the identity that makes it so: a penalty without a minimum runs away."""
+        low, high = extremes(block, torch.ones_like(D) + D) if len(block) == 2 else (0.0, 0.0)
+        if low >= -1e-4 * high:
             return block
+        more = 1e-4 * high - low  # power iteration finds the smallest eigenvalue from above
         print(f"boml: the precision of {name} after {data.name} is not positive semi-definite (eigenvalues {low:.2g} to "
-              f"{high:.2g}); {-low:.2g} times the identity is added to it.", file=sys.stderr, flush=True)
+              f"{high:.2g}); {more:.2g} times the identity is added to it.", file=sys.stderr, flush=True)
         eye = [torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)[None] for f in block]
-        return add_blocks(block, (eye[0], -low * eye[1]))
-
-    def state(self):
-        return dict(mean=self.mean, blocks=self.blocks)
-
-    def load(self, state):
-        self.mean, self.blocks = state.get("mean", {}), state.get("blocks", {})
+        return add_blocks(block, (eye[0], more * eye[1]))
 
 
 # ------------------------------------------------------------------------------------------------- Variational
@@ -789,7 +767,7 @@ def gaussian_kl(mean: Tensor, logvar: Tensor, prior_mean: Tensor, prior_logvar: 
 class Variational(Point):
     """BomVI, Algorithm 2: mean (theta) and log-variance (extra) by Adam, both carried forward as the next prior."""
 
-    decays = False  # Table 2
+    decays, carried = False, ("extra", "prior", "history")  # Table 2 has no decay
 
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
@@ -843,14 +821,6 @@ class Variational(Point):
         S = self.cfg.mc_samples
         samples = [network(p, x, noisy_layer(variance, rngs)).log_softmax(-1) for _ in range(S)]
         return super().predict(p, x, rngs) | {"sampled_": torch.stack(samples).logsumexp(0) - math.log(S)}
-
-    def state(self):
-        return dict(extra={n: v.detach() for n, v in self.extra.items()}, prior=self.prior, history=self.history)
-
-    def load(self, state):
-        self.prior, self.history = state.get("prior", self.prior), state.get("history", [])
-        for n, v in state.get("extra", {}).items():
-            self.extra[n].data.copy_(v)
 
 
 # -------------------------------------------------------------------------------------------------- Evaluation
@@ -1012,7 +982,7 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], judges: list[Dataset]
     initial = lambda t: init_params(cfg, stream("cpu", seed, "init", t), device)
     theta = state["theta"] or initial(0)
     posterior = row.posterior(cfg, theta)
-    posterior.load(state["posterior"])
+    vars(posterior).update(state["posterior"])
     tasks = Tasks(row.data, sequence, cfg, seed, state["buffer"])
     clock = time.time() - state["seconds"]
     cost = [tasks.iterations(t) * (1 + d.setting.inner_steps) for t, d in enumerate(sequence)]  # roughly
@@ -1023,9 +993,11 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], judges: list[Dataset]
         optimiser = new_optimiser(theta, posterior, cfg)
         if begin:
             optimiser.load_state_dict(state["optimiser"])
+            for moments in optimiser.state.values():
+                moments["step"] = moments["step"].cpu()  # where Adam keeps it: on the device it would be waited for
         save = lambda stage, i: checkpoint(out, state["settings"], dict(
-            stage=stage, iteration=i, seconds=time.time() - clock, theta={n: v.detach() for n, v in theta.items()},
-            posterior=posterior.state(), buffer=tasks.buffer, optimiser=optimiser.state_dict()))
+            stage=stage, iteration=i, seconds=time.time() - clock, theta=theta, buffer=tasks.buffer,
+            posterior={n: getattr(posterior, n) for n in posterior.carried}, optimiser=optimiser.state_dict()))
         for i in range(begin, J):  # lines 4 to 11: meta-training on it
             falls = sum(i >= f * J for f in sequence[t].setting.decay) if cfg.decay and posterior.decays else 0
             optimiser.param_groups[0]["lr"] = cfg.outer_rate * 0.1**falls
@@ -1124,7 +1096,6 @@ def resume(out: Path, settings: dict, device) -> dict:
     need(not differ, f"{out} holds a run of other settings ({'; '.join(differ)}); use another --out, or --fresh.")
     if not RANK:
         os.truncate(record, state["record"])
-    state["theta"] = {n: v.requires_grad_() for n, v in state["theta"].items()}
     return state
 
 
@@ -1192,21 +1163,10 @@ def summarise(runs: dict) -> dict:
                 forgetting={n: round(max(v) - v[-1], 4) for n, v in after.items()},  # peak minus last
                 learning={n: v[0] for n, v in after.items()})  # right after its own stage
         if method != "maml" and stages == total:
-            summary["methods"][method]["versus_maml"] = versus(runs, method, "maml", names)
+            apart = {n: effect(runs, [(1, method, total, n), (-1, "maml", total, n)]) for n in names}
+            summary["methods"][method]["versus_maml"] = {
+                n: [round(float(np.mean(v)), 4), round(interval(v, half), 4)] for n, (v, half) in apart.items() if v}
     return summary
-
-
-def versus(runs: dict, one: str, other: str, names: list[str]) -> dict[str, list[float]]:
-    """Difference in accuracy after the last stage, seed by seed (same start, same tasks); half its 95 % interval."""
-    last = {key: {n: r for (t, n), r in finished(rows).items() if t == r["stages"]} for key, rows in runs.items()}
-    seeds = [s for m, s in runs if m == one and last[m, s] and last.get((other, s))]
-    found = {}
-    for n in names if seeds else ():
-        pairs = [(last[one, s][n], last[other, s][n]) for s in seeds]
-        apart = [a["accuracy"] - b["accuracy"] for a, b in pairs]
-        half = interval(apart, [math.hypot(a["ci95"], b["ci95"]) for a, b in pairs])
-        found[n] = [round(float(np.mean(apart)), 4), round(half, 4)]
-    return found
 
 
 def table(summary: dict) -> str:
@@ -1319,8 +1279,7 @@ def figure(runs: dict, summary: dict, path: Path):
         x += 46 + ImageFont.load_default(13).getlength(method_of(method).label)
     for j, name in enumerate(names):
         of = (lambda m, t: curve(runs, m, t + 1, name)) if grid else (lambda m, t: along(runs, m))
-        lines = [[(colour[m], *of(m, t)) for m in methods] for t in range(columns)]
-        lines = [[line for line in stage if line[1]] for stage in lines]
+        lines = [[line for m in methods if (line := (colour[m], *of(m, t)))[1]] for t in range(columns)]
         values = np.concatenate([a.ravel() for stage in lines for _, _, a in stage])
         low, high = math.floor(values.min() * 10) / 10, math.ceil(values.max() * 10 - 1e-9) / 10
         y = top + j * (height + gap)
@@ -1387,15 +1346,24 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
     return "\n" + "\n".join(lines)
 
 
-def report(folder: Path, like: dict | None = None) -> str:
+def revision() -> str:
+    """Of this program, where it is a git checkout."""
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:  # no git
+        return "unknown"
+
+
+def report(folder: Path, like: dict | None = None, environment: dict | None = None) -> str:
     """Write summary.json and the figures from the records in the folder; returns the table."""
     runs = {key: rows for key, rows in read_records(folder, like).items() if finished(rows)}
     if not runs:
         return "no stage is finished yet"
     summary = summarise(runs)
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    summary["environment"] = dict(python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__,
-                                  revision=git.stdout.strip() or "unknown", command=" ".join(sys.argv[1:]))
+    summary["environment"] = environment or dict(
+        python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__, revision=revision(),
+        command=" ".join(sys.argv[1:]))
     variances = covariance(folder, runs, summary)
     summary["claims"] = claims(summary, runs)
     new = folder / f"summary.{os.getpid()}.tmp"
@@ -1475,6 +1443,20 @@ def accuracy_of(runs: dict, method: str, seed: int, stage: int, name: str) -> di
     return finished(runs.get((method, seed), [])).get((stage, name))
 
 
+def effect(runs: dict, terms: list[Term]) -> tuple[list[float], list[float]]:
+    """A weighted sum of accuracies, seed by seed (same start, same tasks), with half its 95 % interval over tasks."""
+    values, half = [], []
+    for seed in sorted({s for _, s in runs}):
+        rows = [(w, accuracy_of(runs, m, seed, t, n)) for w, m, t, n in terms]
+        if all(r for _, r in rows):
+            values.append(sum(w * r["accuracy"] for w, r in rows))
+            same = {}  # a method's accuracies on one dataset come from the same tasks: their errors add up
+            for (w, m, _, n), (_, r) in zip(terms, rows):
+                same[m, n, w > 0] = same.get((m, n, w > 0), 0) + abs(w) * r["ci95"]
+            half.append(math.hypot(*same.values()))
+    return values, half
+
+
 def judge(values: list[float], half: list[float], low: float, high: float) -> dict:
     """An effect, seed by seed, with half its interval over tasks, against the range that counts for the claim."""
     effect, ci95 = float(np.mean(values)), interval(values, half)
@@ -1490,21 +1472,13 @@ def claims(summary: dict, runs: dict) -> list[dict]:
         count = "above" if claim.high == math.inf else "below" if claim.low == -math.inf else "between"
         bounds = " and ".join(f"{100 * b:g}" for b in (claim.low, claim.high) if abs(b) < math.inf)
         row = dict(section=claim.section, claim=claim.text, counts=f"{count} {bounds} points")
-        values, half = [], []
-        for seed in sorted({s for _, s in runs}):
-            rows = [(w, accuracy_of(runs, m, seed, t, n)) for w, m, t, n in claim.terms]
-            if all(r for _, r in rows):
-                values.append(sum(w * r["accuracy"] for w, r in rows))
-                same = {}  # a method's accuracies on one dataset come from the same tasks: their errors add up
-                for (w, m, _, n), (_, r) in zip(claim.terms, rows):
-                    same[m, n, w > 0] = same.get((m, n, w > 0), 0) + abs(w) * r["ci95"]
-                half.append(math.hypot(*same.values()))
+        values, half = effect(runs, claim.terms)
         missing = sorted({m.split()[0] for _, m, _, _ in claim.terms} - {m for m, _ in runs})
         row |= judge(values, half, claim.low, claim.high) if values else dict(
             verdict="cannot tell yet", missing=" and ".join(missing) or "all of its methods with one seed")
         found.append(row)
     layers = summary["methods"].get("bomvi", {}).get("variance_by_seed", {})
-    if layers and len(names) > 1 and all(len(v) == len(names) for v in layers["conv1"]):
+    if found and layers and all(len(v) == len(names) for v in layers["conv1"]):
         log = {layer: [math.log(v[-1] / v[0]) for v in seeds] for layer, seeds in layers.items()}
         less = [(a + b) / 2 - d for a, b, d in zip(log["conv1"], log["conv2"], log["conv4"])]
         for text, values in (("BomVI's variances shrink from the first dataset to the last (log ratio)",
@@ -1530,10 +1504,10 @@ def show_claims(out: Path):
     every = {}
     for folder in (out / e for e in EXPERIMENTS if (out / e / "summary.json").exists()):
         try:
-            settings = json.loads((folder / "summary.json").read_text()).get("settings")
+            old = json.loads((folder / "summary.json").read_text())
         except ValueError:
             raise Problem(f"{folder}/summary.json is damaged; delete it and run the experiment's command again.")
-        report(folder, settings and dict(settings=settings))
+        report(folder, dict(settings=old["settings"]) if old.get("settings") else None, old.get("environment"))
         summary = json.loads((folder / "summary.json").read_text())
         every[summary["experiment"]] = summary["claims"]
         print(f"{summary['experiment']}, {summary['data'].upper()} data, {summary['schedule']} schedule: effects in points of "
@@ -1592,23 +1566,21 @@ def approximation(folder: Path, nets: int = 10, alpha: float = 0.4) -> str:
     import reference_numpy as reference
 
     found: dict[str, list] = {}
-    for trained in (0, 300):
-        for steps in (1, 3):
-            for seed in range(nets):
-                theta, batch = tiny_problem(seed, trained, alpha)
-                net = [to_matrix(theta, n).detach().numpy() for n in layers_of(theta)]
-                exact = reference.adapted_fisher(net, list(zip(*(b.numpy() for b in batch))), alpha, steps)
-                for form, (averaging, rate) in FORMS.items():
-                    cfg = Config(averaging=averaging, exact_labels=True)
-                    a = alpha if rate is None else rate
-                    blocks = adapted_curvature(theta, [batch], alpha, steps, a, cfg, tanh_network)
-                    for pairs, rank in (("all pairs", 0), ("one pair", 1)):
-                        for l, (where, block) in enumerate(zip(reference.blocks(net), blocks.values())):
-                            X, Y = dense(merge(block, rank)), exact[where, where]
-                            cosine = (X * Y).sum() / np.linalg.norm(X) / np.linalg.norm(Y)
-                            key = f"{'trained' if trained else 'untrained'}, k={steps}|{form}|{pairs}|layer {l + 1}"
-                            error = np.linalg.norm(X - Y) / np.linalg.norm(Y)
-                            found.setdefault(key, []).append((error, np.degrees(np.arccos(min(cosine, 1.0)))))
+    for trained, steps, seed in itertools.product((0, 300), (1, 3), range(nets)):
+        theta, batch = tiny_problem(seed, trained, alpha)
+        net = [to_matrix(theta, n).detach().numpy() for n in layers_of(theta)]
+        exact = reference.adapted_fisher(net, list(zip(*(b.numpy() for b in batch))), alpha, steps)
+        for form, (averaging, rate) in FORMS.items():
+            cfg = Config(averaging=averaging, exact_labels=True)
+            a = alpha if rate is None else rate
+            blocks = adapted_curvature(theta, [batch], alpha, steps, a, cfg, tanh_network)
+            for pairs, rank in (("all pairs", 0), ("one pair", 1)):
+                for l, (where, block) in enumerate(zip(reference.blocks(net), blocks.values())):
+                    X, Y = dense(merge(block, rank)), exact[where, where]
+                    cosine = (X * Y).sum() / np.linalg.norm(X) / np.linalg.norm(Y)
+                    key = f"{'trained' if trained else 'untrained'}, k={steps}|{form}|{pairs}|layer {l + 1}"
+                    error = np.linalg.norm(X - Y) / np.linalg.norm(Y)
+                    found.setdefault(key, []).append((error, np.degrees(np.arccos(min(cosine, 1.0)))))
     medians = {key: [round(float(m), 3) for m in np.median(values, 0)] for key, values in found.items()}
     folder.mkdir(parents=True, exist_ok=True)
     facts = dict(nets=nets, alpha=alpha, measured="relative Frobenius error, angle in degrees: median over networks")
@@ -1661,8 +1633,7 @@ def options() -> argparse.ArgumentParser:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """The command line, checked: what to run, and its configuration."""
     args = options().parse_args(argv)
-    known = ", ".join(COMMANDS)
-    need(args.experiment in COMMANDS, f"{args.experiment!r} is not an experiment; choose from {known}.")
+    need(args.experiment in COMMANDS, f"{args.experiment!r} is not an experiment; choose from {', '.join(COMMANDS)}.")
     experiment = EXPERIMENTS.get(args.experiment, Experiment("omniglot"))
     args.sequence = args.sequence or experiment.sequence
     need(args.sequence, "run needs --sequence: datasets in order, comma-separated.")
@@ -1691,19 +1662,20 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     need(all(0 <= w < math.inf for w in weights) and len(set(weights)) == len(weights),
          f"--past-weight is {args.past_weight}; each value must be 0 or more, and there once.")
     special = experiment.settings | (experiment.cpu if args.schedule == "cpu" else {})
+    if special.get("iterations", "").count(",") not in (0, len(args.sequence) - 1):  # meant for another sequence
+        del special["iterations"]
     cfg = dataclasses.replace(Config(), **SCHEDULES[args.schedule] | special | given)
-    bomla = ["bomla" if w == cfg.past_weight else f"bomla@{w:g}" for w in weights or [cfg.past_weight]]
+    bomla = ["bomla" if w == cfg.past_weight else f"bomla@{w!r}".removesuffix(".0") for w in weights or [cfg.past_weight]]
     args.methods = [m for method in args.methods for m in (bomla if method == "bomla" else [method])]
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
-        fine = isinstance(value, (str, bool)) or value > 0 or field.name == "initial_logvar"
+        fine = isinstance(value, (str, bool)) or 0 < value < math.inf or field.name == "initial_logvar"
         fine = fine or field.name == "merge_rank" and value == 0
         need(fine and value == value, f"--{field.name.replace('_', '-')} is {value}; it is out of range.")
     for field, text in (("jacobian_rate", cfg.jacobian_rate or "0"), ("kl_weight", cfg.kl_weight)):
         value = number(field, KL_WEIGHTS.get(text, text))
         need(0 <= value < math.inf, f"--{field.replace('_', '-')} is {text}; it must be 0 or more.")
-    ways = ("averages", "products")
-    need(cfg.averaging in ways, f"--averaging is {cfg.averaging!r}; it must be averages or products.")
+    need(cfg.averaging in ("averages", "products"), f"--averaging is {cfg.averaging!r}; it must be averages or products.")
     need(cfg.split in ("test", "val"), f"--split is {cfg.split!r}; it must be test or val.")
     return args, cfg
 
@@ -1731,12 +1703,11 @@ def work(args, cfg: Config, method: str, seed: int, queue):
         facts = dict(experiment=args.experiment, method=method, seed=seed, schedule=args.schedule)
         facts |= dict(data=kind_of(sequence), settings=digest(cfg, sequence))
         if args.experiment == "omniglot":
-            sequence, judge = task_sequence(sequence[0], cfg, seed)
-            judges = [judge]
+            sequence, *judges = task_sequence(sequence[0], cfg, seed)
         if "@" in method:
             cfg = dataclasses.replace(cfg, past_weight=float(method.split("@")[1]))
         run(cfg, facts, sequence, judges, args.out / args.experiment / job, tell, args.fresh)
-        queue.put((job, None, f"The run {job} was stopped; the same command goes on.") if stop else (job, 1.0, ""))
+        queue.put((job, None, f"The run {job} was stopped; the same command, without --fresh, goes on.") if stop else (job, 1.0, ""))
     except (Problem, OSError) as problem:
         queue.put((job, None, str(problem)))
     except Exception as error:  # a mistake of this program: say where
@@ -1763,10 +1734,8 @@ class Progress:
         end = time.strftime("%H:%M", time.localtime(time.time() + left)) if fresh > 0.01 else "..."
         running = " | ".join(t for t in self.text.values() if t)
         line = f"{100 * sum(self.share.values()) / len(self.share):3.0f} %, done about {end}: {running}"
-        if sys.stderr.isatty():
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        before, after = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
+        print(before + line, end=after, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]):
@@ -1799,7 +1768,8 @@ def main(argv: list[str]):
         print(f"  {d.name} ({d.kind}): {classes} classes, {len(d.images):,} images; {k.iterations} iterations, "
               f"alpha {k.inner_rate:g}, k = {k.inner_steps}, in evaluation {k.eval_steps}", flush=True)
     like = dict(schedule=args.schedule, data=kind_of(sequence), settings=digest(cfg, sequence))
-    problems = run_all(args, cfg, pairs, lambda: print("\n" + report(folder, like) + "\n", flush=True))
+    show = lambda: print("\n" + report(folder, like) + "\n", flush=True)
+    problems = (run_together if TORCHRUN else run_all)(args, cfg, pairs, show)
     need(not problems, " ".join(problems))
     rows = json.loads((folder / "summary.json").read_text())["claims"] if not RANK else []
     print(f"The paper's claims (effect in points of accuracy, 95 % interval):\n{claims_table(rows)}\n")
@@ -1826,8 +1796,6 @@ def run_together(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[
 
 def run_all(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[str]:
     """Every method and seed in a process of its own, some at a time; returns what went wrong."""
-    if TORCHRUN:
-        return run_together(args, cfg, pairs, show)
     jobs = args.jobs or (1 if args.device.startswith("cuda") else os.cpu_count())
     context = multiprocessing.get_context("spawn")
     queue, waiting, running, problems = context.Queue(), list(pairs), {}, []
@@ -1837,12 +1805,14 @@ def run_all(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[str]:
             m, s = waiting.pop(0)
             running[f"{m}-{s}"] = context.Process(target=work, args=(args, cfg, m, s, queue), daemon=True)
             running[f"{m}-{s}"].start()
+        for job in [j for j, process in running.items() if process.exitcode]:  # killed: no last words are to come
+            problems.append(f"The run {job} was killed; the same command, without --fresh, goes on from its last checkpoint.")
+            del running[job]
         try:
             job, share, text = queue.get(timeout=2)
-        except Empty:  # so a process that has ended has said its last words
-            for job in [j for j, process in running.items() if not process.is_alive()]:
-                problems.append(f"The run {job} was killed; the same command goes on from its last checkpoint.")
-                del running[job]
+        except Empty:
+            continue
+        if job not in running:
             continue
         if share is None:
             problems.append(text)
@@ -1879,5 +1849,5 @@ if __name__ == "__main__":
             process.terminate()
         for process in multiprocessing.active_children():  # each finishes its iteration and writes a checkpoint
             process.join()
-        print("\nboml: stopped; the same command goes on from here.", file=sys.stderr)
+        print("\nboml: stopped; the same command, without --fresh, goes on from here.", file=sys.stderr)
         sys.exit(128 + stopped.args[0])
