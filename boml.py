@@ -246,14 +246,14 @@ def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> 
     for data in sequence:
         colours = data.images.shape[1]
         need(colours in (1, cfg.channels), f"{data.name} has {colours} channels; use --channels {colours}.")
-        fewest = int(data.count.min())
-        need(fewest > cfg.shot, f"{data.name} has a class of {fewest} images; use --shot {fewest - 1} or fewer.")
-        need(fewest >= cfg.shot + cfg.query, f"{data.name} has a class of {fewest} images, too few for "
+        fewest, smallest = int(data.count.min()), data.names[int(data.count.argmin())]
+        need(fewest > cfg.shot, f"{data.name} has a class of {fewest} images, {smallest}; use --shot {fewest - 1} or fewer.")
+        need(fewest >= cfg.shot + cfg.query, f"{data.name} has a class of {fewest} images, {smallest}, too few for "
              f"{cfg.shot} shot + {cfg.query} queries; use --query {fewest - cfg.shot} or fewer.")
         for split in ("train", cfg.split):
             classes = len(data.splits[split]) * data.setting.turns
-            need(cfg.way <= classes, f"{data.name} has {classes} classes to {split}; more are needed, or --way "
-                 f"{max(classes, 2)} or fewer.")
+            need(cfg.way <= classes, f"{data.name} has {len(data.names)} classes, which leaves {classes} for {split}; {2 * cfg.way} "
+                 f"are the fewest for --way {cfg.way}.")
     return sequence
 
 
@@ -973,7 +973,7 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], judges: list[Dataset]
     Everything random is a function of the seed, the stage and the iteration, so a resumed run repeats an unbroken one.
     """
     row, seed, device = method_of(facts["method"]), facts["seed"], sequence[0].images.device
-    facts = facts | dict(stages=len(sequence), judges=[d.name for d in judges])
+    facts = facts | dict(stages=len(sequence), judges=[d.name for d in judges], images=[len(d.images) for d in judges])
     held = None if RANK else lock(out)  # until this function returns
     for path in out.glob("checkpoint*") if fresh and not RANK else ():
         path.unlink()
@@ -1092,8 +1092,10 @@ def resume(out: Path, settings: dict, device) -> dict:
             record.write_text("")
         return dict(stage=0, iteration=0, seconds=0.0, settings=settings, theta=None, posterior={}, buffer=[])
     old = state["settings"]
-    differ = [f"{k} was {old.get(k)!r}, now {settings.get(k)!r}" for k in settings if old.get(k) != settings[k]]
-    need(not differ, f"{out} holds a run of other settings ({'; '.join(differ)}); use another --out, or --fresh.")
+    differ = [f"{k} was {old.get(k)!r}, now {settings[k]!r}" for k in settings if old.get(k) != settings[k]]
+    differ = [d for d in differ if d.split()[0] not in ("settings", "judges", "images")] or ["other images"]  # these follow
+    need(old == settings, f"{out} holds a run of other settings ({'; '.join(differ)}); use another --out, or --fresh to "
+         "delete it and start over.")
     if not RANK:
         os.truncate(record, state["record"])
     return state
@@ -1142,7 +1144,7 @@ def summarise(runs: dict) -> dict:
     """
     first = next(iter(runs.values()))[0]
     names, total = first["judges"], first["stages"]
-    facts = ("experiment", "schedule", "data", "settings", "stages")
+    facts = ("experiment", "schedule", "data", "settings", "stages", "images")
     summary = {k: first.get(k) for k in facts} | dict(datasets=names, methods={})
     for method in dict.fromkeys(m for m, _ in runs):
         ends = {s: finished(rows) for (m, s), rows in runs.items() if m == method}
@@ -1724,7 +1726,7 @@ class Progress:
 
     def tell(self, job: str, share: float, text: str):
         self.begun.setdefault(job, share)  # a resumed run begins part of the way
-        self.share[job], self.text[job] = share, text
+        self.share[job], self.text[job] = share, text or ("" if share == 1 else self.text.get(job, job))
         every = 0.2 if sys.stderr.isatty() else 30
         if time.time() - self.said < every:
             return
@@ -1772,7 +1774,8 @@ def main(argv: list[str]):
     problems = (run_together if TORCHRUN else run_all)(args, cfg, pairs, show)
     need(not problems, " ".join(problems))
     rows = json.loads((folder / "summary.json").read_text())["claims"] if not RANK else []
-    print(f"The paper's claims (effect in points of accuracy, 95 % interval):\n{claims_table(rows)}\n")
+    if rows:
+        print(f"The paper's claims (effect in points of accuracy, 95 % interval):\n{claims_table(rows)}\n")
     print(f"{folder}/summary.json and the figures beside it are written.")
 
 

@@ -161,8 +161,8 @@ def picture(path: Path, member: str, data: bytes, mode: str) -> Image.Image:
             values = (values - values.min()) / max(np.ptp(values), 1e-30) * 255
             image = Image.fromarray(values.astype(np.uint8))
         return image.convert(mode)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise Problem(f"{path} holds {member}, which is not a readable image ({error}); get the archive again.")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        raise Problem(f"{path} holds {member}, which is not a readable image; remove it, or get it again.")
 
 
 def sane(path: Path, name: str, size: int, link: bool):

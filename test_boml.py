@@ -1472,7 +1472,7 @@ def test_own_folder_joins_a_sequence(fake_data, tmp_path):
 
 
 @pytest.mark.parametrize("classes, spoil, word", [
-    (3, None, "my_images has 0 classes to train"),
+    (3, None, "my_images has 3 classes, which leaves 0 for train; 10 are the fewest"),
     (12, lambda p: (p / "class 3" / "0.png").write_bytes(b"\x89PNG\r\n"), "class 3/0.png, which is not a readable image"),
     (12, lambda p: (p / "empty").mkdir(), "empty holds no images"),
     (0, lambda p: p.mkdir(), "holds no folders"),
