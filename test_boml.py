@@ -1366,6 +1366,15 @@ def test_readme_says_what_was_measured(path):
         assert line in section
 
 
+def test_readme_says_how_fast():
+    """The README's table of speeds is that of the benchmark's record."""
+    readme, rows = (HERE / "README.md").read_text(), json.loads((HERE / "figures/bench.json").read_text())["rows"]
+    for name, v in rows.items():
+        if "ratio" in v:
+            assert (f"| {name} | {v['plain_seconds']:.2f} | {v['seconds']:.2f} | {v['ratio']:.2f} | {100 * v['peak_share']:.0f} % | "
+                    f"{v['plain_mb']:.0f} | {v['mb']:.0f} |") in readme
+
+
 def test_readme_guides_to_the_right_lines():
     """The reading guide's lines are those of the sections."""
     source = (HERE / "boml.py").read_text().split("\n")
