@@ -252,8 +252,9 @@ def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> 
              f"{cfg.shot} shot + {cfg.query} queries; use --query {fewest - cfg.shot} or fewer.")
         for split in ("train", cfg.split):
             classes = len(data.splits[split]) * data.setting.turns
-            need(cfg.way <= classes, f"{data.name} has {len(data.names)} classes, which leaves {classes} for {split}; {2 * cfg.way} "
-                 f"are the fewest for --way {cfg.way}.")
+            more = f", or give it {2 * cfg.way} classes or more" * (data.kind == "own")
+            need(cfg.way <= classes, f"{data.name} has {classes} of its {len(data.names)} classes for {split}, too few for --way "
+                 f"{cfg.way}; use --way {max(classes, 2)} or fewer{more}.")
     return sequence
 
 
