@@ -368,7 +368,10 @@ def first_layer(p: Params, x: Tensor) -> Tensor:
     scale = p["norm1.weight"] * (((w @ C) * w).sum(2) + 1e-5).rsqrt()  # (T, O)
     shift = p["norm1.bias"] - scale * (w @ m)[..., 0]
     h = (u.mT @ (w * scale[..., None]).mT).view(T * B, *size, -1).permute(0, 3, 1, 2)  # channels-last: pools fast
-    h = F.max_pool2d(h, 2).unflatten(0, (T, B)) + shift[:, None, :, None, None]
+    h = F.max_pool2d(h, 2)
+    if h.requires_grad:
+        h.register_hook(lambda g: g.contiguous(memory_format=torch.channels_last))  # or the pool would copy four times it
+    h = h.unflatten(0, (T, B)) + shift[:, None, :, None, None]
     return h.transpose(0, 1).flatten(1, 2)
 
 
