@@ -26,7 +26,7 @@ One module, read top to bottom:
     Approximation   the curvature against the exact one of reference_numpy.py
     Command line    python boml.py triathlon --help
 
-Measured on real data (cpu schedule, seeds 0 to 2, two CPU cores, torch 2.13.0; figures/triathlon.json): accuracy on
+Measured on real data (cpu schedule, seeds 0 to 2, two CPU cores, torch 2.13.0; figures/triathlon/summary.json): accuracy on
 Omniglot right after its stage -> after miniQuickDraw and CIFAR-FS: sequential MAML 86.5 -> 55.1 %, BomVI 79.1 -> 71.2 %,
 BomLA 83.1 -> 83.2 %.
 """
@@ -673,6 +673,10 @@ class Point:
     def absorb(self, theta: Params, data: Dataset, rng):
         """What the posterior takes from the dataset just learned."""
 
+    def facts(self) -> dict:
+        """What the record says of the posterior itself."""
+        return {}
+
     def predict(self, p: Params, x: Tensor, rngs) -> dict[str, Tensor]:
         """Log-probabilities (T, B, N) under adapted parameters, by the prefix of their scores in the record."""
         return {"": network(p, x).log_softmax(-1)}
@@ -779,7 +783,7 @@ class Variational(Point):
         first = math.log(cfg.first_variance)
         self.prior = {n: (torch.zeros_like(v), torch.full_like(v, first)) for n, v in theta.items()}
         self.kl_weight = number("kl_weight", KL_WEIGHTS.get(cfg.kl_weight, cfg.kl_weight))
-        self.history: list[Params] = []  # after each dataset every conv's variances, mean over 3x3: (filters, inputs)
+        self.history: list[Params] = []  # the convs' variances after each dataset
 
     def expected_loss(self, mean: Params, x: Tensor, y: Tensor, rngs) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """E_q of the cross-entropy, summed over the tasks of mean (T, ...), by S samples; gradients in mean and logvar.
@@ -815,10 +819,16 @@ class Variational(Point):
         kl = sum(gaussian_kl(theta[n], self.extra[n], *self.prior[n]) for n in theta) * self.kl_weight
         return kl.detach(), list(torch.autograd.grad(kl, [*theta.values(), *self.extra.values()]))
 
+    def variances(self) -> Params:
+        """Every conv layer's, mean over 3x3: (filters, inputs)."""
+        return {n.removesuffix(".weight"): v.detach().exp().mean((2, 3)) for n, v in self.extra.items() if "conv" in n}
+
     def absorb(self, theta, data, rng):
         self.prior = {n: (theta[n].detach().clone(), self.extra[n].detach().clone()) for n in theta}
-        new = {n: v.detach().exp().mean((2, 3)) for n, v in self.extra.items() if n.startswith("conv")}
-        self.history = (self.history + [new])[:10]  # enough for the figure
+        self.history = (self.history + [self.variances()])[:10]  # enough for the figure
+
+    def facts(self):
+        return {"variance": {n: [v.mean().item(), v.std().item()] for n, v in self.variances().items()}}
 
     def predict(self, p, x, rngs):
         variance = spread({n: v.detach().exp() for n, v in self.extra.items()}, len(x))
@@ -1018,7 +1028,7 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], judges: list[Dataset]
                     found = evaluate(theta, posterior, data, cfg, seed)
                     where = dict(stage=t + 1, trained=sequence[t].name, iteration=i + 1, iterations=J)
                     where["evaluated"] = data.name
-                    add_row(out, facts | where | found | dict(seconds=round(time.time() - clock, 1)))
+                    add_row(out, facts | where | found | posterior.facts() | dict(seconds=round(time.time() - clock, 1)))
                 if i + 1 < J:
                     save(t, i + 1)
                     if stop:
@@ -1106,7 +1116,7 @@ def resume(out: Path, settings: dict, device) -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------ Report
-# Tables and figures are made from the records on disk; BomVI's variances from its checkpoint.
+# Tables and figures are made from the records on disk; the picture of BomVI's variances from its checkpoint.
 
 
 def read_records(folder: Path, like: dict | None = None) -> dict[tuple[str, int], list[dict]]:
@@ -1302,29 +1312,31 @@ def figure(runs: dict, summary: dict, path: Path):
 
 def covariance(folder: Path, runs: dict, summary: dict) -> str:
     """BomVI's variances after each dataset: numbers over seeds, and the first seed's conv layers as heat maps."""
-    histories = []
-    for method, seed in runs:
-        path = folder / f"{method}-{seed}" / "checkpoint.pt"
-        if method == "bomvi":
-            try:
-                histories.append(torch.load(path, weights_only=True, map_location="cpu")["posterior"]["history"])
-            except Exception:  # not there, or damaged, which is the run's business
-                continue
-    done = min((len(h) for h in histories), default=0)
-    if not done or summary["stages"] != len(summary["datasets"]):
+    names = summary["datasets"] if summary["stages"] == len(summary["datasets"]) else []
+    ends = {seed: finished(rows) for (method, seed), rows in runs.items() if method == "bomvi"}
+    found = {s: [e[t, n]["variance"] for t, n in enumerate(names, 1) if "variance" in e.get((t, n), ())] for s, e in ends.items()}
+    done = min(map(len, found.values()), default=0)
+    if not done:
         return ""
-    names, layers = summary["datasets"][:done], list(histories[0][0])
-    over_seeds = lambda f, t, n: float(torch.stack([f(h[t][n]) for h in histories]).mean())
-    moments = lambda t, n: [over_seeds(f, t, n) for f in (torch.mean, torch.std)]
-    numbers = {n.removesuffix(".weight"): {name: moments(t, n) for t, name in enumerate(names)} for n in layers}
-    by_seed = {n.removesuffix(".weight"): [[v[n].mean().item() for v in h] for h in histories] for n in layers}
+    names, layers = names[:done], list(next(iter(found.values()))[0])
+    over_seeds = lambda t, layer: np.mean([h[t][layer] for h in found.values()], 0).tolist()
+    numbers = {layer: {name: over_seeds(t, layer) for t, name in enumerate(names)} for layer in layers}
+    by_seed = {layer: [[v[layer][0] for v in h] for h in found.values()] for layer in layers}
     summary["methods"]["bomvi"] |= dict(variance=numbers, variance_by_seed=by_seed)
+    lines = ["BomVI's variances, mean (spread) per layer" + "".join(f"{'after ' + n:>28}" for n in names)]
+    for name, by_dataset in numbers.items():
+        lines.append(f"{name:42}" + "".join(f"{f'{m:.3g} ({s:.2g})':>28}" for m, s in by_dataset.values()))
+    try:
+        path = folder / f"bomvi-{min(found)}" / "checkpoint.pt"
+        history = torch.load(path, weights_only=True, map_location="cpu")["posterior"]["history"][:done]
+        logs = [[h[layer].log10().numpy() for h in history] for layer in layers]
+    except Exception:  # not there, or damaged, which is the run's business
+        return "\n" + "\n".join(lines)
     side, left, top, gap = 128, 70, 70, 24
     size = (left + done * (side + gap) + 70, top + len(layers) * (side + gap))
     image = Image.new("RGB", (size[0] * SCALE, size[1] * SCALE), "white")
     draw = ImageDraw.Draw(image)
     write(draw, 12, 18, f"BomVI: log10 of the variance, filters x inputs   ({summary['data']} data)", 13, "lm")
-    logs = [[h[n].log10().numpy() for h in histories[0][:done]] for n in layers]
     low, high = min(m.min() for row in logs for m in row), max(m.max() for row in logs for m in row)
 
     def colour(values):  # dark blue to green to yellow
@@ -1334,7 +1346,7 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
 
     for l, row in enumerate(logs):
         y = top + l * (side + gap)
-        write(draw, left / 2, y + side / 2, layers[l].removesuffix(".weight"), 13)
+        write(draw, left / 2, y + side / 2, layers[l], 13)
         for t, values in enumerate(row):
             x = left + t * (side + gap)
             box = Image.Resampling.NEAREST
@@ -1346,9 +1358,6 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
     for value, y in ((high, top + 6), ((low + high) / 2, top + side), (low, top + 2 * side - 6)):
         write(draw, size[0] - 40, y, f"{value:.2f}", anchor="lm")
     image.resize(size, Image.Resampling.LANCZOS).save(folder / "covariance.png", optimize=True)
-    lines = ["BomVI's variances, mean (spread) per layer" + "".join(f"{'after ' + n:>28}" for n in names)]
-    for name, by_dataset in numbers.items():
-        lines.append(f"{name:42}" + "".join(f"{f'{m:.3g} ({s:.2g})':>28}" for m, s in by_dataset.values()))
     return "\n" + "\n".join(lines)
 
 

@@ -1355,7 +1355,7 @@ def readme_claims(summary):
     return lines
 
 
-@pytest.mark.parametrize("path", sorted(re.findall(r"<!-- (figures/\w+\.json) -->", (HERE / "README.md").read_text())))
+@pytest.mark.parametrize("path", sorted(re.findall(r"<!-- (figures/[\w/]+\.json) -->", (HERE / "README.md").read_text())))
 def test_readme_says_what_was_measured(path):
     """The README's tables of results and claims are those of the summaries that are committed beside it."""
     readme, summary = (HERE / "README.md").read_text(), json.loads((HERE / path).read_text())
@@ -1364,6 +1364,15 @@ def test_readme_says_what_was_measured(path):
         assert line in section
     for line in readme_claims(summary) if "| verdict |" in section else ():
         assert line in section
+
+
+@pytest.mark.parametrize("folder", sorted({path.parents[1] for path in HERE.glob("figures/*/*/record.jsonl")}), ids=lambda f: f.name)
+def test_summaries_follow_from_the_records(folder, tmp_path):
+    """The committed summary of an experiment is what its committed records give."""
+    summary, runs = json.loads((folder / "summary.json").read_text()), boml.read_records(folder)
+    again = boml.summarise(runs)
+    boml.covariance(tmp_path, runs, again)
+    assert (summary["methods"], summary["claims"]) == (again["methods"], boml.claims(again, runs))
 
 
 def test_readme_says_how_fast():
