@@ -35,6 +35,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a busy-waiting second thread is 15x slower on a shared core
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages, where the system has them: less to fault
 
 import argparse, dataclasses, fcntl, hashlib, inspect, itertools, json, math, multiprocessing, re, signal
 import subprocess, sys, time, traceback, zipfile
