@@ -27,8 +27,8 @@ One module, read top to bottom:
     Command line    python boml.py triathlon --help
 
 Measured on real data (cpu schedule, seeds 0 to 2, two CPU cores, torch 2.13.0; figures/triathlon/summary.json): accuracy on
-Omniglot right after its stage -> after miniQuickDraw and CIFAR-FS: sequential MAML 86.5 -> 55.1 %, BomVI 79.1 -> 71.2 %,
-BomLA 83.1 -> 83.2 %.
+Omniglot right after its stage -> after miniQuickDraw and CIFAR-FS: sequential MAML 82.8 -> 52.3 %, BomVI 76.8 -> 66.4 %,
+BomLA 78.6 -> 81.0 %.
 """
 from __future__ import annotations
 
