@@ -358,21 +358,20 @@ def patches(x: Tensor, T: int) -> Tensor:
 
 
 def first_layer(p: Params, x: Tensor) -> Tensor:
-    """conv1, norm1 and the pool, exactly: one matrix product with the patches, then the maximum, then the shift.
+    """conv1, norm1 and the pool, exactly: one matrix product with the patches, then the maximum, then the bias.
 
-    The patches of a fixed input have a fixed mean m and covariance C: a filter w has mean w'm and variance w'Cw on it.
+    Less their mean, the patches of a fixed input have a fixed covariance C: a filter w has variance w'Cw on it.
     """
     w, T, (B, _, *size) = p["conv1.weight"].flatten(2), len(p["conv1.weight"]), x.shape  # w (T, O, 9C)
     u = patches(x, T)
-    m = u.mean(2, keepdim=True)
-    C = (u - m) @ (u - m).mT / u.shape[2]
+    u -= u.mean(2, keepdim=True)
+    C = u @ u.mT / u.shape[2]
     scale = p["norm1.weight"] * (((w @ C) * w).sum(2) + 1e-5).rsqrt()  # (T, O)
-    shift = p["norm1.bias"] - scale * (w @ m)[..., 0]
     h = (u.mT @ (w * scale[..., None]).mT).view(T * B, *size, -1).permute(0, 3, 1, 2)  # channels-last: pools fast
     h = F.max_pool2d(h, 2)
     if h.requires_grad:
         h.register_hook(lambda g: g.contiguous(memory_format=torch.channels_last))  # or the pool would copy four times it
-    h = h.unflatten(0, (T, B)) + shift[:, None, :, None, None]
+    h = h.unflatten(0, (T, B)) + p["norm1.bias"][:, None, :, None, None]
     return h.transpose(0, 1).flatten(1, 2)
 
 
