@@ -65,9 +65,9 @@ class Config:  # the defaults are the paper's schedule; each comment below is al
     filters: int = 64  # of each conv layer
     meta_batch: int = 32  # M, tasks per meta-batch
     iterations: str = "5000"  # J, meta-training iterations per dataset, one value or one for each
-    toe_longer: bool = False  # it trains for as many as all datasets so far together (Train-On-Everything)
+    toe_longer: bool = False  # Train-On-Everything trains for as many as all datasets so far together
     outer_rate: float = 0.001  # Adam's learning rate
-    decay: bool = True  # it falls as in Table 2 (never for BomVI)
+    decay: bool = True  # that rate falls as in Table 2 (never for BomVI)
     inner_rate: str = ""  # alpha, one value or one for each dataset; empty: each dataset's own (Table 2)
     inner_steps: str = ""  # k in meta-training, likewise
     eval_steps: str = ""  # k in meta-evaluation, likewise
@@ -143,11 +143,15 @@ def need(condition, sentence: str):
         raise Problem(sentence)
 
 
+def option(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
 def number(field: str, text: str, kind=float):
     try:
         return kind(text)
     except ValueError:
-        raise Problem(f"--{field.replace('_', '-')}: {text!r} is not a {'whole ' * (kind is int)}number.")
+        raise Problem(f"{option(field)}: {text!r} is not a {'whole ' * (kind is int)}number.")
 
 
 # -------------------------------------------------------------------------------------------------------- Data
@@ -235,11 +239,11 @@ def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> 
     names = [n if (folder / f"{n}.npz").exists() else DATASETS.get(n, OWN).stand_in or n for n in names]
     sequence = [load_dataset(n, folder, device, cfg) for n in names]
     for field in ("iterations", "inner_rate", "inner_steps", "eval_steps"):
-        values = [v for v in getattr(cfg, field).split(",") if v]
-        need(len(values) in (1, len(names), 0 if field != "iterations" else 1), f"--{field.replace('_', '-')} {getattr(cfg, field)} has "
-             f"{len(values)} values; give one, or one for each of the {len(names)} datasets.")
-        values = [number(field, v, float if field == "inner_rate" else int) for v in values]
-        need(all(0 < v < math.inf for v in values), f"--{field.replace('_', '-')} {getattr(cfg, field)}: it must be above 0.")
+        text = getattr(cfg, field)
+        values = [number(field, v, float if field == "inner_rate" else int) for v in text.split(",") if v]
+        need(len(values) in (1, len(names), 0 if field != "iterations" else 1), f"{option(field)} {text} has {len(values)} "
+             f"values; give one, or one for each of the {len(names)} datasets.")
+        need(all(0 < v < math.inf for v in values), f"{option(field)} {text}: it must be above 0.")
         for j, v in enumerate(values and values * (len(names) // len(values))):
             sequence[j] = sequence[j]._replace(setting=sequence[j].setting._replace(**{field: v}))
     labels = [d.name for d in sequence]
@@ -254,8 +258,8 @@ def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> 
         for split in ("train", cfg.split):
             classes = len(data.splits[split]) * data.setting.turns
             more = f", or give it {2 * cfg.way} classes or more" * (data.kind == "own")
-            need(cfg.way <= classes, f"{data.name} has {classes} of its {len(data.names)} classes for {split}, too few for --way "
-                 f"{cfg.way}; use --way {max(classes, 2)} or fewer{more}.")
+            need(cfg.way <= classes, f"{data.name} has {classes} of its {len(data.names)} classes for {split}, too few for "
+                 f"--way {cfg.way}; use --way {max(classes, 2)} or fewer{more}.")
     return sequence
 
 
@@ -360,17 +364,17 @@ def patches(x: Tensor, T: int) -> Tensor:
 def first_layer(p: Params, x: Tensor) -> Tensor:
     """conv1, norm1 and the pool, exactly: one matrix product with the patches, then the maximum, then the bias.
 
-    Less their mean, the patches of a fixed input have a fixed covariance C: a filter w has variance w'Cw on it.
+    Less their mean, the patches of a fixed input have a fixed covariance C: a filter w has the variance w'Cw on them.
     """
     w, T, (B, _, *size) = p["conv1.weight"].flatten(2), len(p["conv1.weight"]), x.shape  # w (T, O, 9C)
     u = patches(x, T)
     u -= u.mean(2, keepdim=True)
-    C = u @ u.mT / u.shape[2]
-    scale = p["norm1.weight"] * (((w @ C) * w).sum(2) + 1e-5).rsqrt()  # (T, O)
+    covariance = u @ u.mT / u.shape[2]
+    scale = p["norm1.weight"] * (((w @ covariance) * w).sum(2) + 1e-5).rsqrt()  # (T, O)
     h = (u.mT @ (w * scale[..., None]).mT).view(T * B, *size, -1).permute(0, 3, 1, 2)  # channels-last: pools fast
     h = F.max_pool2d(h, 2)
     if h.requires_grad:
-        h.register_hook(lambda g: g.contiguous(memory_format=torch.channels_last))  # or the pool would copy four times it
+        h.register_hook(lambda g: g.contiguous(memory_format=torch.channels_last))  # or the pool copies four times that
     h = h.unflatten(0, (T, B)) + p["norm1.bias"][:, None, :, None, None]
     return h.transpose(0, 1).flatten(1, 2)
 
@@ -382,8 +386,11 @@ def network(p: Params, x: Tensor, apply=None) -> Tensor:
     once = p["conv1.weight"].is_leaf  # no second backward pass will follow: channels-last is then the faster layout
     x = x.contiguous(memory_format=torch.channels_last if once else torch.contiguous_format)
     for i in range(1, 5):
-        block = lambda x: F.max_pool2d(apply(p, f"norm{i}", apply(p, f"conv{i}", x)), 2)
-        x = F.relu(first_layer(p, x) if i == 1 and fast else block(x))  # ReLU last: on a quarter of the values
+        if i == 1 and fast:
+            x = first_layer(p, x)
+        else:
+            x = F.max_pool2d(apply(p, f"norm{i}", apply(p, f"conv{i}", x)), 2)
+        x = F.relu(x)  # last: on a quarter of the values
     return apply(p, "linear", x.reshape(len(x), T, -1).transpose(0, 1))
 
 
@@ -443,6 +450,7 @@ def over_ranks(values: list[Tensor]) -> list[Tensor]:
 def meta_gradient(theta: Params, batch, rate, steps, support_weight, net=network) -> tuple[Tensor, list[Tensor]]:
     """Sum over tasks of L(adapted, query) [Eq. 2] + support_weight L(theta, support) [Eq. 8], and its gradient.
 
+    DIFFERS: the paper sums log-likelihoods over images; here they are means, as in the authors' code: of this scale is lambda.
     The true, second-order gradient, in two parts to save memory: dL/d(adapted) first, a few tasks at a time with
     nothing kept, then one backward pass through the adaptation of all tasks with it as the cotangent.
     """
@@ -537,12 +545,13 @@ def output_factor(name: str, x: Tensor, g: Tensor, T: int) -> Tensor:
     return g.mT @ g / g.shape[1]
 
 
-def fisher_blocks(p: Params, x: Tensor, u: Tensor | None, net=network) -> dict[str, Block]:
+def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> dict[str, Block]:
     """K-FAC of T networks on their own inputs x (T, B, ...): of each layer A and G, one per task.
 
-    The labels are the model's own, never the data's: one draw, by uniform numbers u (T, B); or without u the expectation
-    over all of them, for which the columns sqrt(p_c) (p - e_c) of the square root of diag(p) - p p' are N gradients in
-    the logits.
+    The labels are the model's own, never the data's: one draw, by uniform numbers u (T, B); or `exact`, the expectation
+    over them, for which the columns sqrt(p_c) (p - e_c) of a square root of diag(p) - p p' are N gradients in the
+    logits. Batch norm lets an image's gradient reach the others; independent draws keep such terms at zero on average,
+    and so do random signs, by u, of the images' columns.
     """
     seen = {}
 
@@ -552,8 +561,9 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor | None, net=network) -> dict[s
 
     logits = net(p, x, watched)  # (T, B, N)
     prob, eye = logits.detach().softmax(-1), torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
-    if u is None:
-        signals = [prob[..., c, None].sqrt() * (prob - eye[c]) for c in range(len(eye))]
+    if exact:
+        sign = torch.where(u < 0.5, -1.0, 1.0).to(prob)[..., None]
+        signals = [sign * prob[..., c, None].sqrt() * (prob - eye[c]) for c in range(len(eye))]
     else:  # the first class whose cumulative probability exceeds u
         signals = [prob - eye[((prob @ torch.ones_like(eye).triu())[..., :-1] <= u[..., None]).sum(-1)]]
     outputs, G = [h for _, h in seen.values()], dict.fromkeys(seen, 0.0)
@@ -580,15 +590,15 @@ def adapted_curvature(theta: Params, batches, rate, steps, a: float, cfg: Config
     The adaptation's Jacobian is I - a H, H being K-FAC's curvature of the support loss at theta.
     DIFFERS: the paper has a = 1 (Eq. 12); the derivative of one step of SGD has a = its rate.
     The mean over tasks is of each product of factors, as in the paper (`products`), or of each factor (`averages`).
-    Each batch is x_s, y_s, x_q, y_q and, if labels are to be drawn, uniform numbers for the support and query sets.
+    Each batch is x_s, y_s, x_q, y_q and uniform numbers, by which labels are drawn, for the support and query sets.
     """
     sums, tasks, products = {}, 0, cfg.averaging == "products"
-    for x_s, y_s, x_q, _, *u in batches:
-        T, (u_s, u_q) = len(x_s), u or (None, None)
+    for x_s, y_s, x_q, _, u_s, u_q in batches:
+        T = len(x_s)
         start = leaves(spread(theta, T))
-        support = fisher_blocks(start, x_s, u_s, net)
+        support = fisher_blocks(start, x_s, u_s, cfg.exact_labels, net)
         adapted, _ = adapt(start, x_s, y_s, rate, steps, net=net)
-        parts = [fisher_blocks(leaves(adapted, part), x_q[part], u_q if u_q is None else u_q[part], net)
+        parts = [fisher_blocks(leaves(adapted, part), x_q[part], u_q[part], cfg.exact_labels, net)
                  for part in chunks(T, x_s.device)]
         for name, s in support.items():
             q = tuple(torch.cat(f) for f in zip(*(part[name] for part in parts)))
@@ -708,7 +718,7 @@ class Laplace(Point):
         cfg, setting = self.cfg, data.setting
         index = sample_tasks(data, "train", cfg.hessian_tasks, cfg, rng)
         u = [torch.rand(len(index), cfg.way * each, generator=rng, device=index.device) for each in (cfg.shot, cfg.query)]
-        parts = [v[mine()].split(8) for v in (index, *([] if cfg.exact_labels else u))]
+        parts = [v[mine()].split(8) for v in (index, *u)]
         batches = ((*fetch(data, some, cfg), *draws) for some, *draws in zip(*parts))
         a = number("jacobian_rate", cfg.jacobian_rate or setting.inner_rate)
         new = adapted_curvature(theta, batches, setting.inner_rate, setting.inner_steps, a, cfg)
@@ -735,10 +745,10 @@ class Laplace(Point):
 
 # ------------------------------------------------------------------------------------------------- Variational
 # BomVI. The posterior of theta is N(mean, diag(variance)), the mean being theta itself. Weights are not sampled: the
-# pre-activations are, from the normal distribution that random weights give them (local reparameterisation).
+# pre-activations are, each by itself, from the normal distribution that random weights give it (local reparameterisation).
 
 KL_WEIGHTS = {  # DIFFERS: fixed numbers, against the mean loss over query images plus that over support images
-    "paper": 1 / 80,  # Eq. 14 sums over the 80 images of the paper's tasks
+    "paper": 1 / 80,  # of the order of Eq. 14's, which sums over the 80 images of the paper's tasks
     "authors": 1 / (80 * 32 * 20),  # their code divides by images, tasks and samples of the paper's schedule
 }
 
@@ -1022,8 +1032,8 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], judges: list[Dataset]
             due = (i + 1) % cfg.eval_every == 0 or i + 1 == J
             if due or stop or (i + 1) % CHECKPOINT_EVERY == 0:
                 finite = all(p.isfinite().all() for p in (loss, *theta.values(), *posterior.extra.values()))
-                need(finite, f"the loss of {facts['method']} became {loss.item()} on {sequence[t].name} by iteration {i + 1}; "
-                     f"try a smaller --outer-rate or --inner-rate. {out}/checkpoint.pt, if there, is the last good state.")
+                need(finite, f"the loss of {facts['method']} became {loss.item()} on {sequence[t].name} by iteration "
+                     f"{i + 1}; try a smaller --outer-rate or --inner-rate. {out}/checkpoint.pt, if there, is the last good state.")
                 for data in judges if due else ():
                     found = evaluate(theta, posterior, data, cfg, seed)
                     where = dict(stage=t + 1, trained=sequence[t].name, iteration=i + 1, iterations=J)
@@ -1288,11 +1298,13 @@ def figure(runs: dict, summary: dict, path: Path):
     write(draw, left, 18, f"{summary['experiment']}: accuracy on unseen classes, %   {facts}", 16, "lm")
     below = "share of the meta-training on that dataset" if grid else f"share of the {total} tasks"
     write(draw, left + (size[0] - left) / 2, size[1] - 14, below, 13)
-    x = left
-    for method in methods:
-        draw.line([x * SCALE, 44 * SCALE, (x + 22) * SCALE, 44 * SCALE], colour[method], 3 * SCALE)
-        write(draw, x + 28, 44, method_of(method).label, 13, "lm")
-        x += 46 + ImageFont.load_default(13).getlength(method_of(method).label)
+    x, y = left, 42
+    for method, label in ((m, method_of(m).label) for m in methods):
+        wide = 46 + ImageFont.load_default(13).getlength(label)
+        x, y = (x, y) if x + wide < size[0] else (left, y + 17)
+        draw.line([x * SCALE, y * SCALE, (x + 22) * SCALE, y * SCALE], colour[method], 3 * SCALE)
+        write(draw, x + 28, y, label, 13, "lm")
+        x += wide
     for j, name in enumerate(names):
         of = (lambda m, t: curve(runs, m, t + 1, name)) if grid else (lambda m, t: along(runs, m))
         lines = [[line for m in methods if (line := (colour[m], *of(m, t)))[1]] for t in range(columns)]
@@ -1314,7 +1326,8 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
     """BomVI's variances after each dataset: numbers over seeds, and the first seed's conv layers as heat maps."""
     names = summary["datasets"] if summary["stages"] == len(summary["datasets"]) else []
     ends = {seed: finished(rows) for (method, seed), rows in runs.items() if method == "bomvi"}
-    found = {s: [e[t, n]["variance"] for t, n in enumerate(names, 1) if "variance" in e.get((t, n), ())] for s, e in ends.items()}
+    found = {seed: [e[t, n]["variance"] for t, n in enumerate(names, 1) if "variance" in e.get((t, n), ())]
+             for seed, e in ends.items()}
     done = min(map(len, found.values()), default=0)
     if not done:
         return ""
@@ -1494,12 +1507,12 @@ def claims(summary: dict, runs: dict) -> list[dict]:
         found.append(row)
     layers = summary["methods"].get("bomvi", {}).get("variance_by_seed", {})
     if found and layers and all(len(v) == len(names) for v in layers["conv1"]):
-        log = {layer: [math.log(v[-1] / v[0]) for v in seeds] for layer, seeds in layers.items()}
-        less = [(a + b) / 2 - d for a, b, d in zip(log["conv1"], log["conv2"], log["conv4"])]
-        for text, values in (("BomVI's variances shrink from the first dataset to the last (log ratio)",
-                              list(np.mean(list(log.values()), 0))),
-                             ("more in the first two conv layers than in the last (difference of log ratios)", less)):
-            verdict = judge(values, [0.0], -math.inf, 0.0)
+        log = {layer: np.array([math.log(v[-1] / v[0]) for v in seeds]) for layer, seeds in layers.items()}
+        shrink = {"BomVI's variances shrink from the first dataset to the last (log ratio)": np.mean(list(log.values()), 0)}
+        shrink |= {f"more in {layer} than in conv4 (difference of log ratios)": log[layer] - log["conv4"]
+                   for layer in ("conv1", "conv2")}
+        for text, values in shrink.items():
+            verdict = judge(list(values), [0.0], -math.inf, 0.0)
             verdict |= dict(verdict="cannot tell yet") if len(values) == 1 else {}  # without a second seed no interval
             found.append(dict(section="C.2", claim=text, counts="below 0") | verdict)
     return found
@@ -1509,7 +1522,8 @@ def claims_table(rows: list[dict]) -> str:
     lines = []
     for r in rows:
         scale, digits = (1, 2) if "log ratio" in r["claim"] else (100, 1)
-        effect = f"{scale * r['effect']:+.{digits}f} ±{scale * r['ci95']:.{digits}f}" if "effect" in r else f"no run of {r['missing']}"
+        effect = f"no run of {r['missing']}" if "missing" in r else (
+            f"{scale * r['effect']:+.{digits}f} ±{scale * r['ci95']:.{digits}f}")
         lines.append(f"{r['section']:5}{r['claim'][:88]:90}{effect:>16}  ({r['counts']}): {r['verdict']}")
     return "\n".join(lines)
 
@@ -1584,11 +1598,12 @@ def approximation(folder: Path, nets: int = 10, alpha: float = 0.4) -> str:
     for trained, steps, seed in itertools.product((0, 300), (1, 3), range(nets)):
         theta, batch = tiny_problem(seed, trained, alpha)
         net = [to_matrix(theta, n).detach().numpy() for n in layers_of(theta)]
+        signs = [torch.zeros(y.shape) for y in batch[1::2]]  # of no matter: no batch norm here
         exact = reference.adapted_fisher(net, list(zip(*(b.numpy() for b in batch))), alpha, steps)
         for form, (averaging, rate) in FORMS.items():
             cfg = Config(averaging=averaging, exact_labels=True)
             a = alpha if rate is None else rate
-            blocks = adapted_curvature(theta, [batch], alpha, steps, a, cfg, tanh_network)
+            blocks = adapted_curvature(theta, [(*batch, *signs)], alpha, steps, a, cfg, tanh_network)
             for pairs, rank in (("all pairs", 0), ("one pair", 1)):
                 for l, (where, block) in enumerate(zip(reference.blocks(net), blocks.values())):
                     X, Y = dense(merge(block, rank)), exact[where, where]
@@ -1636,12 +1651,12 @@ def options() -> argparse.ArgumentParser:
     help_of = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", inspect.getsource(Config), re.M))
     for field in dataclasses.fields(Config):
         cpu = SCHEDULES["cpu"].get(field.name)
-        default = f" (default: {field.default}{f'; {cpu} in the cpu schedule' if cpu else ''})"
+        default = f"; on the cpu schedule {cpu}, or the experiment's own" if cpu else ""
+        default = f" (default: {field.default}{default})"
         kind = {"int": int, "float": float, "str": str, "bool": None}[field.type]
         kind = str if field.name == "past_weight" else kind  # several may be given
         how = dict(type=kind) if kind else dict(action=argparse.BooleanOptionalAction)
-        name, default = f"--{field.name.replace('_', '-')}", default if field.default != "" else ""
-        parser.add_argument(name, help=help_of[field.name] + default, **how)
+        parser.add_argument(option(field.name), help=help_of[field.name] + default * (field.default != ""), **how)
     return parser
 
 
@@ -1654,13 +1669,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     need(args.sequence, "run needs --sequence: datasets in order, comma-separated.")
     args.sequence, args.methods, args.seeds = (t.split(",") for t in (args.sequence, args.methods, args.seeds))
     for name in args.sequence:
-        need(name in DATASETS or name and Path(name).is_dir(), f"--sequence: {name!r} is neither a folder nor a dataset; choose "
-             f"from {', '.join(DATASETS)}.")
+        need(name in DATASETS or name and Path(name).is_dir(), f"--sequence: {name!r} is neither a folder nor a dataset; "
+             f"choose from {', '.join(DATASETS)}.")
     one = args.sequence[0] in ("omniglot", "generated_characters") and len(args.sequence) == 1
     need(args.experiment != "omniglot" or one, "omniglot takes --sequence omniglot or generated_characters, no other.")
-    for option in ("sequence", "methods", "seeds"):
-        values = getattr(args, option)
-        need(len(set(values)) == len(values), f"--{option} {','.join(values)} names something twice.")
+    for field in ("sequence", "methods", "seeds"):
+        values = getattr(args, field)
+        need(len(set(values)) == len(values), f"--{field} {','.join(values)} names something twice.")
     for method in args.methods:
         need(method in METHODS, f"--methods: {method!r} is not a method; choose from {', '.join(METHODS)}.")
     for seed in args.seeds:
@@ -1686,10 +1701,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         value = getattr(cfg, field.name)
         fine = isinstance(value, (str, bool)) or 0 < value < math.inf or field.name == "initial_logvar"
         fine = fine or field.name == "merge_rank" and value == 0
-        need(fine and value == value, f"--{field.name.replace('_', '-')} is {value}; it is out of range.")
+        need(fine and value == value, f"{option(field.name)} is {value}; it is out of range.")
     for field, text in (("jacobian_rate", cfg.jacobian_rate or "0"), ("kl_weight", cfg.kl_weight)):
         value = number(field, KL_WEIGHTS.get(text, text))
-        need(0 <= value < math.inf, f"--{field.replace('_', '-')} is {text}; it must be 0 or more.")
+        need(0 <= value < math.inf, f"{option(field)} is {text}; it must be 0 or more.")
     need(cfg.averaging in ("averages", "products"), f"--averaging is {cfg.averaging!r}; it must be averages or products.")
     need(cfg.split in ("test", "val"), f"--split is {cfg.split!r}; it must be test or val.")
     return args, cfg
@@ -1706,8 +1721,7 @@ def work(args, cfg: Config, method: str, seed: int, queue):
     if args.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-    else:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not args.deterministic
 
     def tell(share, text):
         queue.put((job, share, text))
@@ -1722,7 +1736,8 @@ def work(args, cfg: Config, method: str, seed: int, queue):
         if "@" in method:
             cfg = dataclasses.replace(cfg, past_weight=float(method.split("@")[1]))
         run(cfg, facts, sequence, judges, args.out / args.experiment / job, tell, args.fresh)
-        queue.put((job, None, f"The run {job} was stopped; the same command, without --fresh, goes on.") if stop else (job, 1.0, ""))
+        stopped = (job, None, f"The run {job} was stopped; the same command, without --fresh, goes on.")
+        queue.put(stopped if stop else (job, 1.0, ""))
     except (Problem, OSError) as problem:
         queue.put((job, None, str(problem)))
     except Exception as error:  # a mistake of this program: say where

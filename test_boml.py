@@ -217,6 +217,20 @@ def test_batched_adaptation_equals_plain_loop(seed, steps):
             assert_close(adapted[n][m], v, rtol=1e-7, atol=1e-9)
 
 
+@given(seeds, st.sampled_from([0.1, 0.4]), st.integers(1, 3))
+def test_evaluation_equals_plain_loop(seed, rate, steps):
+    """Every dataset is evaluated with its own alpha and number of steps, and scored as by a plain loop over its tasks."""
+    theta, _ = toy_batch(seed)
+    data, cfg = toy_data(seed), toy_config(channels=1, eval_tasks=6)
+    data = data._replace(setting=data.setting._replace(inner_rate=rate, eval_steps=steps))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_default_dtype", lambda: torch.double)  # of the images
+        found = boml.evaluate(theta, boml.Point(cfg, theta), data, cfg, seed)
+        index = boml.sample_tasks(data, "test", 6, cfg, boml.stream("cpu", seed, "evaluate", data.name))
+        batch = boml.fetch(data, index, cfg)
+    assert_close(found["accuracy"], plain_accuracy(theta, batch, rate, steps).mean())
+
+
 @given(seeds, st.integers(1, 3), st.integers(1, 3), st.sampled_from([0.0, 1.0]), st.sampled_from([1, 3]))
 def test_meta_gradient_equals_plain_loop(seed, tasks, steps, support_weight, channels):
     """The batched loss and meta-gradient are those of a plain per-task loop."""
@@ -323,6 +337,7 @@ def random_block(seed, pairs, P=4, O=3, psd=False):
 
 def curvature(theta, batch, rate, steps, a, averaging="averages", **changes):
     cfg = toy_config(averaging=averaging, **dict(exact_labels=True) | changes)
+    batch = (*batch, *(torch.zeros(y.shape) for y in batch[1::2]))
     return boml.adapted_curvature(theta, [batch], rate, steps, a, cfg, boml.tanh_network)
 
 
@@ -345,7 +360,7 @@ def test_operator_equals_dense_kronecker(seed, pairs):
 def test_one_example_is_exact(seed):
     """On one example every layer's K-FAC block, expectation over labels, equals the exact Fisher's."""
     net, theta, tasks, batch = tiny(seed, sizes=(3, 4, 3, 3), tasks=1, query=1)
-    blocks = boml.fisher_blocks(boml.spread(theta, 1), batch[2], None, boml.tanh_network)
+    blocks = boml.fisher_blocks(boml.spread(theta, 1), batch[2], torch.zeros(batch[3].shape), True, boml.tanh_network)
     exact = reference.fisher(net, tasks[0][2])
     for block, s in zip(blocks.values(), reference.blocks(net)):
         assert_close(dense(block), exact[s, s])
@@ -355,7 +370,7 @@ def test_one_example_is_exact(seed):
 def test_exact_on_a_linear_network_of_one_layer_and_equal_probabilities(seed):
     """Where G does not depend on the input, as for zero weights of a linear softmax, K-FAC is exact on many examples."""
     net, theta, tasks, batch = tiny(seed, sizes=(3, 4), tasks=1, weight=0.0)
-    blocks = boml.fisher_blocks(boml.spread(theta, 1), batch[2], None, boml.tanh_network)
+    blocks = boml.fisher_blocks(boml.spread(theta, 1), batch[2], torch.zeros(batch[3].shape), True, boml.tanh_network)
     assert_close(dense(blocks["linear0"]), reference.fisher(net, tasks[0][2]))
 
 
@@ -363,7 +378,7 @@ def test_exact_on_a_linear_network_of_one_layer_and_equal_probabilities(seed):
 def test_kfac_factors_equal_reference(seed):
     """A and G of every layer and task are the reference's."""
     net, theta, tasks, batch = tiny(seed)
-    blocks = boml.fisher_blocks(boml.spread(theta, 2), batch[2], None, boml.tanh_network)
+    blocks = boml.fisher_blocks(boml.spread(theta, 2), batch[2], torch.zeros(batch[3].shape), True, boml.tanh_network)
     for m, task in enumerate(tasks):
         A, G = reference.kfac_factors(net, task[2])
         for l, (a, g) in enumerate(blocks.values()):
@@ -375,9 +390,9 @@ def test_drawn_labels_approach_exact_ones():
     """The mean of many factors with labels drawn from the model approaches that with the expectation over labels,
     and not the empirical Fisher of the data's labels."""
     net, theta, tasks, batch = tiny(5, tasks=1)
-    exact = boml.fisher_blocks(boml.spread(theta, 1), batch[2], None, boml.tanh_network)
+    exact = boml.fisher_blocks(boml.spread(theta, 1), batch[2], torch.zeros(batch[3].shape), True, boml.tanh_network)
     u = torch.rand(4000, batch[2].shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.double)
-    many = boml.fisher_blocks(boml.spread(theta, 4000), batch[2].expand(4000, -1, -1), u, boml.tanh_network)
+    many = boml.fisher_blocks(boml.spread(theta, 4000), batch[2].expand(4000, -1, -1), u, False, boml.tanh_network)
     for name in exact:
         G, mean, sd = exact[name][1][0], many[name][1].mean(0), many[name][1].std(0)
         assert ((mean - G).abs() <= 5 * sd / 4000**0.5 + 1e-12).all(), name
@@ -385,6 +400,18 @@ def test_drawn_labels_approach_exact_ones():
     s = reference.blocks(net)[1]
     A, G = exact["linear1"]
     assert abs(np.mean(empirical, 0)[s, s] - dense((A, G))).max() > 0.05
+
+
+def test_drawn_labels_approach_exact_ones_through_batch_norm():
+    """So it is where batch norm mixes the images, whose gradients the exact labels' random signs keep apart."""
+    theta, batch = toy_batch(0, tasks=1)
+    n, x = 400, batch[2]
+    u = torch.rand(2, n, x.shape[1], generator=torch.Generator().manual_seed(0))
+    p = boml.leaves(boml.spread(theta, n))
+    drawn, exact = (boml.fisher_blocks(p, x.expand(n, *x.shape[1:]), u[e], bool(e)) for e in (0, 1))
+    for name in drawn:
+        a, b = drawn[name][-1], exact[name][-1]
+        assert ((a.mean(0) - b.mean(0)).abs() <= 5 * ((a.var(0) + b.var(0)) / n).sqrt() + 1e-12).all(), name
 
 
 @given(seeds, st.integers(1, 3), st.sampled_from([0.0, 0.5]))
@@ -437,8 +464,9 @@ def test_averages_is_positive_semidefinite(seed, n, a, exact_labels):
     """`averages` gives a positive semi-definite block for any draw and any rate."""
     _, theta, _, batch = tiny(seed, tasks=n, weight=2.0)
     g = torch.Generator().manual_seed(seed)
-    draws = [] if exact_labels else [torch.rand(y.shape, generator=g, dtype=torch.double) for y in (batch[1], batch[3])]
-    blocks = boml.adapted_curvature(theta, [(*batch, *draws)], 0.4, 1, a, toy_config(), boml.tanh_network)
+    draws = [torch.rand(y.shape, generator=g, dtype=torch.double) for y in batch[1::2]]
+    cfg = toy_config(exact_labels=exact_labels)
+    blocks = boml.adapted_curvature(theta, [(*batch, *draws)], 0.4, 1, a, cfg, boml.tanh_network)
     for block in blocks.values():
         eigenvalues = np.linalg.eigvalsh(dense(block))
         assert eigenvalues[0] > -1e-10 * max(eigenvalues[-1], 1e-30)
@@ -544,6 +572,7 @@ def test_norm_sandwich(seed, averaging):
 def test_curvature_of_the_conv_network(seed):
     """On the real network every layer has its block, finite and positive semi-definite, in the shape of its matrix."""
     theta, batch = toy_batch(seed, channels=3)
+    batch += tuple(torch.rand(y.shape, generator=torch.Generator().manual_seed(seed)) for y in batch[1::2])
     blocks = boml.adapted_curvature(theta, [batch], 0.4, 2, 0.4, toy_config())
     assert list(blocks) == boml.layers_of(theta)
     for name, block in blocks.items():
