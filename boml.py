@@ -429,6 +429,58 @@ def spread(theta: Params, tasks: int) -> Params:
     return {n: v.expand(tasks, *v.shape) for n, v in theta.items()}
 
 
+def meta_gradient(theta: Params, batch, rate, steps, support_weight, net=network) -> tuple[Tensor, list[Tensor]]:
+    """Sum over tasks of L(adapted, query) [Eq. 2] + support_weight L(theta, support) [Eq. 8], and its gradient.
+
+    DIFFERS: the paper sums log-likelihoods over images; these are means, as in the authors' code, whose lambda it is.
+    The true, second-order gradient, in two parts to save memory: dL/d(adapted) first, a few tasks at a time with
+    nothing kept, then one backward pass through the adaptation of all tasks with it as the cotangent.
+    """
+    x_s, y_s, x_q, y_q = batch
+    T = len(x_s)
+    adapted, first = adapt(spread(theta, T), x_s, y_s, rate, steps, True, net)
+    loss, cotangents = support_weight * first.detach().sum(), []
+    for part in chunks(T, x_s.device):
+        leaf = leaves(adapted, part)
+        query_loss = cross_entropy(net(leaf, x_q[part]), y_q[part]).sum()
+        cotangents.append(torch.autograd.grad(query_loss, list(leaf.values())))
+        loss = loss + query_loss.detach()
+    weights = [*(torch.cat(c) for c in zip(*cotangents)), torch.full_like(first, support_weight)]
+    return loss, list(torch.autograd.grad([*adapted.values(), first], list(theta.values()), weights))
+
+
+class Point:
+    """No posterior: a point estimate, which is all that MAML and its kin carry forward."""
+
+    support_weight = 0.0  # of the pre-adaptation support loss, f(2) in Eq. 8
+    decays = True  # the outer rate follows the dataset's schedule
+    carried: tuple[str, ...] = ()  # the attributes that a checkpoint holds
+
+    def __init__(self, cfg: Config, theta: Params):
+        self.cfg, self.extra = cfg, {}  # what is trained beside theta
+
+    def gradient(self, theta: Params, batch, rate: float, steps: int, rngs) -> tuple[Tensor, list[Tensor]]:
+        """The sum over tasks of the likelihood's part of the objective, and its gradient in theta and extra; `rngs` has
+        a generator for each task."""
+        return meta_gradient(theta, batch, rate, steps, self.support_weight)
+
+    def penalty(self, theta: Params) -> tuple[Tensor | float, list[Tensor] | None]:
+        """The prior's part of the objective, and its gradient in theta and extra."""
+        return 0.0, None
+
+    def absorb(self, theta: Params, data: Dataset, rng):
+        """What the posterior takes from the dataset just learned."""
+
+    def facts(self) -> dict:
+        """What the record says of the posterior itself."""
+        return {}
+
+    def predict(self, p: Params, x: Tensor, rngs) -> dict[str, Tensor]:
+        """Log-probabilities (T, B, N) under adapted parameters, by the prefix of their scores in the record."""
+        return {"": network(p, x).log_softmax(-1)}
+
+
+# The tasks of a meta-batch, of the curvature and of an evaluation are dealt out over the processes of torchrun.
 TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()
 RANK, RANKS = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if TORCHRUN else (0, 1)
 
@@ -445,26 +497,6 @@ def over_ranks(values: list[Tensor]) -> list[Tensor]:
     flat = torch.cat([v.flatten() for v in values])
     torch.distributed.all_reduce(flat)
     return [part.view_as(v) for part, v in zip(flat.split([v.numel() for v in values]), values)]
-
-
-def meta_gradient(theta: Params, batch, rate, steps, support_weight, net=network) -> tuple[Tensor, list[Tensor]]:
-    """Sum over tasks of L(adapted, query) [Eq. 2] + support_weight L(theta, support) [Eq. 8], and its gradient.
-
-    DIFFERS: the paper sums log-likelihoods over images; here they are means, as in the authors' code: of this scale is lambda.
-    The true, second-order gradient, in two parts to save memory: dL/d(adapted) first, a few tasks at a time with
-    nothing kept, then one backward pass through the adaptation of all tasks with it as the cotangent.
-    """
-    x_s, y_s, x_q, y_q = batch
-    T = len(x_s)
-    adapted, first = adapt(spread(theta, T), x_s, y_s, rate, steps, True, net)
-    loss, cotangents = support_weight * first.detach().sum(), []
-    for part in chunks(T, x_s.device):
-        leaf = leaves(adapted, part)
-        query_loss = cross_entropy(net(leaf, x_q[part]), y_q[part]).sum()
-        cotangents.append(torch.autograd.grad(query_loss, list(leaf.values())))
-        loss = loss + query_loss.detach()
-    weights = [*(torch.cat(c) for c in zip(*cotangents)), torch.full_like(first, support_weight)]
-    return loss, list(torch.autograd.grad([*adapted.values(), first], list(theta.values()), weights))
 
 
 # ----------------------------------------------------------------------------------------------------- Laplace
@@ -659,37 +691,6 @@ def extremes(block: Block, D: Tensor, steps: int = 100) -> tuple[float, float]:
     size = power(lambda v: times(block, v))[1]  # of the largest in magnitude, of either sign
     low, high = (sign * power(lambda v: size * v + sign * times(block, v))[0] - sign * size for sign in (-1, 1))
     return low.item(), high.item()
-
-
-class Point:
-    """No posterior: a point estimate, which is all that MAML and its kin carry forward."""
-
-    support_weight = 0.0  # of the pre-adaptation support loss, f(2) in Eq. 8
-    decays = True  # the outer rate follows the dataset's schedule
-    carried: tuple[str, ...] = ()  # the attributes that a checkpoint holds
-
-    def __init__(self, cfg: Config, theta: Params):
-        self.cfg, self.extra = cfg, {}  # what is trained beside theta
-
-    def gradient(self, theta: Params, batch, rate: float, steps: int, rngs) -> tuple[Tensor, list[Tensor]]:
-        """The sum over tasks of the likelihood's part of the objective, and its gradient in theta and extra; `rngs` has
-        a generator for each task."""
-        return meta_gradient(theta, batch, rate, steps, self.support_weight)
-
-    def penalty(self, theta: Params) -> tuple[Tensor | float, list[Tensor] | None]:
-        """The prior's part of the objective, and its gradient in theta and extra."""
-        return 0.0, None
-
-    def absorb(self, theta: Params, data: Dataset, rng):
-        """What the posterior takes from the dataset just learned."""
-
-    def facts(self) -> dict:
-        """What the record says of the posterior itself."""
-        return {}
-
-    def predict(self, p: Params, x: Tensor, rngs) -> dict[str, Tensor]:
-        """Log-probabilities (T, B, N) under adapted parameters, by the prefix of their scores in the record."""
-        return {"": network(p, x).log_softmax(-1)}
 
 
 class Laplace(Point):
