@@ -73,7 +73,7 @@ class Config:  # the defaults are the paper's schedule; each comment below is al
     eval_steps: str = ""  # k in meta-evaluation, likewise
     eval_tasks: int = 100  # tasks of each evaluation of each dataset
     eval_every: int = 500  # iterations between evaluations on every dataset of the sequence
-    past_weight: float = 100.0  # lambda, on every past dataset's curvature (BomLA)
+    past_weight: float = 100.0  # lambda, on every past dataset's curvature; of several, each is run (BomLA)
     hessian_tasks: int = 5000  # tasks of the curvature of each dataset (BomLA)
     averaging: str = "averages"  # of the curvature over tasks: averages of factors, or products of factors (BomLA)
     jacobian_rate: str = ""  # of the adaptation's Jacobian; empty: the dataset's alpha, 1: the paper's, 0: none (BomLA)
@@ -1150,10 +1150,12 @@ def read_records(folder: Path, like: dict | None = None) -> dict[tuple[str, int]
 
 
 def interval(values: list[float], task_ci: list[float]) -> float:
-    """Half a 95 % interval of the mean: Student's t over seeds, whose spread holds the tasks'; one seed: over tasks."""
+    """Half a 95 % interval of the mean: Student's t over seeds, whose spread holds the tasks'; of one seed over tasks, and
+    of two, which may agree by chance, no less than that."""
     t = [0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]
     n = len(values)
-    return t[min(n - 1, 9)] * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else task_ci[0]
+    over_seeds = t[min(n - 1, 9)] * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 0.0
+    return over_seeds if n > 2 else max(over_seeds, float(np.linalg.norm(task_ci)) / n)
 
 
 def finished(rows: list[dict]) -> dict[tuple[int, str], dict]:
@@ -1202,7 +1204,7 @@ def table(summary: dict) -> str:
     seeds = {s for m in methods.values() for s in m["seeds"]}
     percent = lambda v: f"{100 * v:.1f}"
     if total == len(names):
-        what, heads, ends = "after its own stage -> after the last", names, ["average", "forgotten"]
+        what, heads, ends = "after its own stage -> after the last", names, ["average", "below peak"]
     else:
         quarters = sorted({max(1, total * q // 4) for q in (1, 2, 3, 4)})
         what, heads, ends = f"on {names[0]}", [f"after task {q}" for q in quarters], ["s/task", "later"]
@@ -1532,16 +1534,17 @@ def claims_table(rows: list[dict]) -> str:
 def show_claims(out: Path):
     """The claims of every experiment whose records are in the folder, on the screen and in claims.json."""
     every = {}
-    for folder in (out / e for e in EXPERIMENTS if (out / e / "summary.json").exists()):
+    for path in (out / e / "summary.json" for e in EXPERIMENTS):
         try:
-            old = json.loads((folder / "summary.json").read_text())
+            old = json.loads(path.read_text()) if path.exists() else {}
         except ValueError:
-            raise Problem(f"{folder}/summary.json is damaged; delete it and run the experiment's command again.")
-        report(folder, dict(settings=old["settings"]) if old.get("settings") else None, old.get("environment"))
-        summary = json.loads((folder / "summary.json").read_text())
-        every[summary["experiment"]] = summary["claims"]
-        print(f"{summary['experiment']}, {summary['data'].upper()} data, {summary['schedule']} schedule: effects in points of "
-              f"accuracy, 95 % intervals\n{claims_table(summary['claims'])}\n")
+            raise Problem(f"{path} is damaged; delete it: it is made again from the records.")
+        report(path.parent, dict(settings=old["settings"]) if old.get("settings") else None, old.get("environment"))
+        if path.exists():
+            summary = json.loads(path.read_text())
+            every[summary["experiment"]] = summary["claims"]
+            print(f"{summary['experiment']}, {summary['data'].upper()} data, {summary['schedule']} schedule: effects in points "
+                  f"of accuracy, 95 % intervals\n{claims_table(summary['claims']) or 'the paper says nothing of it'}\n")
     need(every, f"{out} holds no finished experiment; run one first.")
     (out / "claims.json").write_text(json.dumps(every, indent=1))
 
@@ -1635,7 +1638,7 @@ COMMANDS = [*EXPERIMENTS, "approximation", "claims"]
 def options() -> argparse.ArgumentParser:
     """Those of a run, and every field of Config."""
     parser = data_prep.Parser(prog="boml.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", help=f"one of {', '.join(COMMANDS)}")
+    parser.add_argument("experiment", help=f"one of {', '.join(COMMANDS)}; run.sh also has test, bench and data")
     parser.add_argument("--sequence", help=f"datasets in order, comma-separated, of {', '.join(DATASETS)}, or a folder "
                         "that holds a folder of images for each class (default: the experiment's)")
     parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated, of %(default)s (default: all)")
@@ -1692,6 +1695,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     weights = [number("past_weight", w) for w in given.pop("past_weight", "").split(",") if w]
     need(all(0 <= w < math.inf for w in weights) and len(set(weights)) == len(weights),
          f"--past-weight is {args.past_weight}; each value must be 0 or more, and there once.")
+    need(not weights or "bomla" in args.methods, "--past-weight is BomLA's, and bomla is not among the --methods.")
     special = experiment.settings | (experiment.cpu if args.schedule == "cpu" else {})
     if special.get("iterations", "").count(",") not in (0, len(args.sequence) - 1):  # meant for another sequence
         del special["iterations"]

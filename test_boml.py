@@ -1306,8 +1306,8 @@ def test_unfinished_stage_does_not_count():
 
 def test_difference_to_maml_is_paired():
     """A method is compared with sequential MAML seed by seed: what both share cancels in the interval."""
-    runs = {("maml", s): made_up("maml", s, [[0.8, 0.3], [0.5 + 0.1 * s, 0.5]]) for s in (0, 1)}
-    runs |= {("bomla", s): made_up("bomla", s, [[0.8, 0.3], [0.7 + 0.1 * s, 0.4]]) for s in (0, 1)}
+    runs = {("maml", s): made_up("maml", s, [[0.8, 0.3], [0.5 + 0.1 * s, 0.5]]) for s in (0, 1, 2)}
+    runs |= {("bomla", s): made_up("bomla", s, [[0.8, 0.3], [0.7 + 0.1 * s, 0.4]]) for s in (0, 1, 2)}
     got = boml.summarise(runs)["methods"]["bomla"]["versus_maml"]
     assert_close(got["d0"], [0.2, 0.0])
     assert_close(got["d1"], [-0.1, 0.0])
@@ -1324,6 +1324,22 @@ def test_claim_comes_out_each_way(drops, verdict):
     bomla = next(c for c in others if c["claim"].startswith("BomLA keeps more of d0"))
     assert bomla["verdict"] == "cannot tell yet" and bomla["missing"] == "bomla"  # and says what is missing
     assert all(c["claim"][:80] in boml.claims_table([first, *others]) for c in [first, *others])
+
+
+def test_two_seeds_that_agree_are_not_certain():
+    """The interval of two seeds is no narrower than that over their tasks."""
+    assert_close(boml.interval([0.5, 0.5], [0.03, 0.04]), 0.025)
+
+
+def test_claims_need_no_summary(tmp_path, capsys):
+    """The verdicts, and the summary itself, come from the records alone."""
+    for row in made_up("maml", 0, [[0.9, 0.3], [0.4, 0.5]]):
+        folder = tmp_path / "triathlon" / "maml-0"
+        folder.mkdir(parents=True, exist_ok=True)
+        boml.add_row(folder, row)
+    boml.show_claims(tmp_path)
+    first = json.loads((tmp_path / "claims.json").read_text())["triathlon"][0]
+    assert (first["claim"], first["verdict"]) == ("Sequential MAML forgets d0 by the end", "holds")
 
 
 def test_claims_are_paired_over_seeds():
@@ -1440,6 +1456,7 @@ def test_readme_guides_to_the_right_lines():
     (["triathlon", "--jobs", "-1"], "--jobs is -1"),
     (["triathlon", "--device", "abacus"], "--device abacus"),
     (["triathlon", "--methods", "maml,maml"], "names something twice"),
+    (["triathlon", "--methods", "maml", "--past-weight", "1"], "--past-weight is BomLA's"),
     (["triathlon", "--inner-steps", "0"], "--inner-steps 0"),
     (["triathlon", "--inner-steps", "1.5"], "'1.5' is not a whole number"),
     (["triathlon", "--jacobian-rate", "abc"], "--jacobian-rate: 'abc' is not a number"),
