@@ -405,7 +405,7 @@ def test_drawn_labels_approach_exact_ones():
 def test_drawn_labels_approach_exact_ones_through_batch_norm():
     """So it is where batch norm mixes the images, whose gradients the exact labels' random signs keep apart."""
     theta, batch = toy_batch(0, tasks=1)
-    n, x = 400, batch[2]
+    n, x = 100, batch[2]
     u = torch.rand(2, n, x.shape[1], generator=torch.Generator().manual_seed(0))
     p = boml.leaves(boml.spread(theta, n))
     drawn, exact = (boml.fisher_blocks(p, x.expand(n, *x.shape[1:]), u[e], bool(e)) for e in (0, 1))
