@@ -1331,7 +1331,7 @@ def test_two_seeds_that_agree_are_not_certain():
     assert_close(boml.interval([0.5, 0.5], [0.03, 0.04]), 0.025)
 
 
-def test_claims_need_no_summary(tmp_path, capsys):
+def test_claims_need_no_summary(tmp_path):
     """The verdicts, and the summary itself, come from the records alone."""
     for row in made_up("maml", 0, [[0.9, 0.3], [0.4, 0.5]]):
         folder = tmp_path / "triathlon" / "maml-0"
