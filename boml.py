@@ -1326,7 +1326,7 @@ def figure(runs: dict, summary: dict, path: Path):
 
 
 def covariance(folder: Path, runs: dict, summary: dict) -> str:
-    """BomVI's variances after each dataset: numbers over seeds, and the first seed's conv layers as heat maps."""
+    """BomVI's variances after each dataset: numbers over seeds into the summary, the first seed's as a picture."""
     names = summary["datasets"] if summary["stages"] == len(summary["datasets"]) else []
     ends = {seed: finished(rows) for (method, seed), rows in runs.items() if method == "bomvi"}
     found = {seed: [e[t, n]["variance"] for t, n in enumerate(names, 1) if "variance" in e.get((t, n), ())]
@@ -1339,20 +1339,29 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
     numbers = {layer: {name: over_seeds(t, layer) for t, name in enumerate(names)} for layer in layers}
     by_seed = {layer: [[v[layer][0] for v in h] for h in found.values()] for layer in layers}
     summary["methods"]["bomvi"] |= dict(variance=numbers, variance_by_seed=by_seed)
+    checkpoint = folder / f"bomvi-{min(found)}" / "checkpoint.pt"
+    if checkpoint.exists():
+        heat_maps(checkpoint, folder / "covariance.png", layers, names, summary["data"])
     lines = ["BomVI's variances, mean (spread) per layer" + "".join(f"{'after ' + n:>28}" for n in names)]
     for name, by_dataset in numbers.items():
         lines.append(f"{name:42}" + "".join(f"{f'{m:.3g} ({s:.2g})':>28}" for m, s in by_dataset.values()))
+    return "\n" + "\n".join(lines)
+
+
+def heat_maps(checkpoint: Path, path: Path, layers: list[str], names: list[str], data: str):
+    """The variances of each conv layer, filters x inputs, after each dataset."""
     try:
-        path = folder / f"bomvi-{min(found)}" / "checkpoint.pt"
-        history = torch.load(path, weights_only=True, map_location="cpu")["posterior"]["history"][:done]
-        logs = [[h[layer].log10().numpy() for h in history] for layer in layers]
-    except Exception:  # not there, or damaged, which is the run's business
-        return "\n" + "\n".join(lines)
+        history = torch.load(checkpoint, weights_only=True, map_location="cpu")["posterior"]["history"][: len(names)]
+    except Exception:  # damaged, which is the run's business
+        history = []
+    if not history:  # the record is written before the checkpoint
+        return
+    logs = [[h[layer].log10().numpy() for h in history] for layer in layers]
     side, left, top, gap = 128, 70, 70, 24
-    size = (left + done * (side + gap) + 70, top + len(layers) * (side + gap))
+    size = (left + len(names) * (side + gap) + 70, top + len(layers) * (side + gap))
     image = Image.new("RGB", (size[0] * SCALE, size[1] * SCALE), "white")
     draw = ImageDraw.Draw(image)
-    write(draw, 12, 18, f"BomVI: log10 of the variance, filters x inputs   ({summary['data']} data)", 13, "lm")
+    write(draw, 12, 18, f"BomVI: log10 of the variance, filters x inputs   ({data} data)", 13, "lm")
     low, high = min(m.min() for row in logs for m in row), max(m.max() for row in logs for m in row)
 
     def colour(values):  # dark blue to green to yellow
@@ -1373,8 +1382,7 @@ def covariance(folder: Path, runs: dict, summary: dict) -> str:
     image.paste(bar, ((size[0] - 60) * SCALE, top * SCALE))
     for value, y in ((high, top + 6), ((low + high) / 2, top + side), (low, top + 2 * side - 6)):
         write(draw, size[0] - 40, y, f"{value:.2f}", anchor="lm")
-    image.resize(size, Image.Resampling.LANCZOS).save(folder / "covariance.png", optimize=True)
-    return "\n" + "\n".join(lines)
+    image.resize(size, Image.Resampling.LANCZOS).save(path, optimize=True)
 
 
 def revision() -> str:

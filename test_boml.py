@@ -1431,6 +1431,16 @@ def test_summaries_follow_from_the_records(folder, tmp_path):
     assert (summary["methods"], summary["claims"]) == (again["methods"], boml.claims(again, runs))
 
 
+def test_report_between_record_and_checkpoint(tmp_path):
+    """A report that falls between a stage's last record and its checkpoint has the numbers, and no picture yet."""
+    toy_run(tmp_path / "bomvi-0", "bomvi", tell=lambda share, text: not text)  # stopped after the first stage
+    path = tmp_path / "bomvi-0" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    state["posterior"]["history"] = []
+    torch.save(state, path)
+    assert "after omniglot" in boml.report(tmp_path) and not (tmp_path / "covariance.png").exists()
+
+
 def test_readme_says_how_fast():
     """The README's table of speeds is that of the benchmark's record."""
     readme, rows = (HERE / "README.md").read_text(), json.loads((HERE / "figures/bench.json").read_text())["rows"]
