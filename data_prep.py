@@ -44,9 +44,9 @@ TIMEOUT = 8  # seconds without a byte
 LARGEST = 256 << 20  # bytes: no single file of these archives comes near, nor does a packed array
 PIXELS = 1 << 26  # likewise an image
 
-
+# What the readers of archives and arrays raise on bad bytes.
 DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, ValueError, LookupError, OSError,
-          RuntimeError, NotImplementedError, TypeError, SyntaxError, lzma.LZMAError, tokenize.TokenError)  # what the readers of archives and arrays raise on bad bytes
+          RuntimeError, NotImplementedError, TypeError, SyntaxError, lzma.LZMAError, tokenize.TokenError)
 
 
 class Problem(Exception):
@@ -308,6 +308,7 @@ def aircraft(raw, cache):
 
 UNPACK = {"omniglot": omniglot, "mini_quickdraw": mini_quickdraw, "cifar_fs": cifar_fs, "mini_imagenet": mini_imagenet,
           "vgg_flowers": vgg_flowers, "aircraft": aircraft}
+
 
 def read_folder(path: Path, mode: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """A person's own images, path/<class>/<image>: (n, 28, 28[, 3]) uint8, labels, class names."""
