@@ -1337,6 +1337,13 @@ def test_claim_comes_out_each_way(drops, verdict):
     assert all(c["claim"][:80] in boml.claims_table([first, *others]) for c in [first, *others])
 
 
+def test_seeds_that_would_tell():
+    """Of an effect that cannot be told from zero, the seeds that would be enough have an interval that excludes it."""
+    found = boml.judge([0.02, 0.04, 0.0], [0.02] * 3, 0.0, 1.0)
+    assert (found["verdict"], found["missing"]) == ("cannot tell yet", "about 7 seeds")  # 2.45 * 0.02 / sqrt(7) = 0.0185
+    assert boml.judge([0.01, 0.02, 0.015], [0.02] * 3, 0.0, 1.0).get("missing") is None
+
+
 def test_two_seeds_that_agree_are_not_certain():
     """The interval of two seeds is no narrower than that over their tasks."""
     assert_close(boml.interval([0.5, 0.5], [0.03, 0.04]), 0.025)
@@ -1405,9 +1412,8 @@ def readme_claims(summary):
     """The lines of a summary's claims in the README."""
     lines = []
     for c in summary["claims"]:
-        scale, digits = (1, 2) if "log ratio" in c["claim"] else (100, 1)
-        effect = f"{scale * c['effect']:+.{digits}f} ± {scale * c['ci95']:.{digits}f}" if "effect" in c else "not run"
-        lines.append(f"| {c['section']} | {c['claim']} | {c['counts']} | {effect} | {c['verdict']} |")
+        effect, verdict = boml.claim_cells(c)
+        lines.append(f"| {c['section']} | {c['claim']} | {c['counts']} | {effect} | {verdict} |")
     return lines
 
 
