@@ -1240,26 +1240,12 @@ def table(summary: dict) -> str:
     return "\n".join(lines)
 
 
-def curve(runs: dict, method: str, stage: int, evaluated: str) -> tuple[list[float], np.ndarray]:
-    """Shares of the stage and accuracies (seeds, points) of one line of the figure; it starts where the last stage ended."""
-    series = []
-    for (m, _), rows in runs.items():
-        mine = [r for r in rows if m == method and r["evaluated"] == evaluated]
-        now = [(r["iteration"] / r["iterations"], r["accuracy"]) for r in mine if r["stage"] == stage]
-        before = [(0.0, r["accuracy"]) for r in mine if r["stage"] == stage - 1][-1:]
-        if now:
-            series.append(before * (method_of(m).start == "previous") + now)
-    points = min((len(s) for s in series), default=0)
-    shares = [i for i, _ in series[0][:points]] if points else []
-    return shares, np.array([[a for _, a in s[:points]] for s in series])
-
-
-def along(runs: dict, method: str) -> tuple[list[float], np.ndarray]:
-    """The same for a sequence of tasks: shares of the sequence and accuracies (seeds, points) after each task."""
-    series = [[r for (_, _), r in sorted(finished(rows).items())] for (m, _), rows in runs.items() if m == method]
-    points = min(len(rows) for rows in series)
-    shares = [(r["stage"] / r["stages"]) for r in series[0][:points]]
-    return shares, np.array([[r["accuracy"] for r in rows[:points]] for rows in series])
+def curve(runs: dict, method: str, evaluated: str) -> tuple[np.ndarray, np.ndarray]:
+    """One line of the figure: times in stages (points,) and accuracies (seeds, points), as far as all its seeds have come."""
+    series = [[(r["stage"] - 1 + r["iteration"] / r["iterations"], r["accuracy"]) for r in rows if r["evaluated"] == evaluated]
+              for (m, _), rows in runs.items() if m == method]
+    both = np.array([s[: min(map(len, series))] for s in series])  # (seeds, points, 2)
+    return both[0, :, 0], both[:, :, 1]
 
 
 SCALE = 3  # figures are drawn this many times as large, then reduced: smooth lines
@@ -1269,43 +1255,47 @@ def write(draw, x, y, words, size=11, anchor="mm"):
     draw.text((x * SCALE, y * SCALE), words, "#222222", ImageFont.load_default(size * SCALE), anchor)
 
 
-def panel(draw, x0, y0, width, height, lines, low, high, left_labels, bottom_labels):
-    """One plot: lines of (colour, shares of the stage, accuracies (seeds, points)), each a mean with a band of one sd."""
-    place = lambda i, a: ((x0 + width * i) * SCALE, (y0 + height * (high - a) / (high - low)) * SCALE)
-    draw.rectangle([place(0, high), place(1, low)], outline="#999999", width=SCALE)
-    for tick in np.arange(low, high + 0.001, 0.1 if high - low <= 0.55 else 0.2):
-        draw.line([place(0, tick), place(1, tick)], "#00000022", SCALE)
-        if left_labels:
-            write(draw, x0 - 6, place(0, tick)[1] / SCALE, f"{100 * tick:.0f}", anchor="rm")
-    for i in (0, 0.5, 1) if bottom_labels else ():
-        write(draw, place(i, low)[0] / SCALE, y0 + height + 12, f"{100 * i:.0f} %", anchor=("lm", "mm", "rm")[int(2 * i)])
-    for colour, shares, a in lines:
+def panel(draw, x0, y0, width, height, lines, begin, ticks, own):
+    """One plot: lines of (colour, times, accuracies (seeds, points)), each a mean with a band of one standard deviation.
+
+    Vertical lines at the ticks, which are ends of stages; the stage of the dataset's own training, which ends at `own`, grey.
+    """
+    values = np.concatenate([a.ravel() for _, _, a in lines])
+    low, high = math.floor(values.min() * 10) / 10, math.ceil(values.max() * 10 - 1e-9) / 10
+    high += 0.1 * (low == high)
+    across = lambda t: (x0 + width * (t - begin) / max(ticks[-1] - begin, 1e-9)) * SCALE
+    place = lambda t, a: (across(t), (y0 + height * (high - a) / (high - low)) * SCALE)
+    if own > begin:
+        draw.rectangle([place(max(own - 1, begin), high), place(own, low)], "#00000010")
+    draw.rectangle([x0 * SCALE, place(0, high)[1], (x0 + width) * SCALE, place(0, low)[1]], outline="#999999", width=SCALE)
+    for tick in ticks:
+        draw.line([place(tick, high), place(tick, low)], "#00000044", SCALE)
+    for tick in np.arange(low, high + 0.001, 0.1 if high - low < 0.55 else 0.2):
+        draw.line([x0 * SCALE, place(0, tick)[1], (x0 + width) * SCALE, place(0, tick)[1]], "#00000022", SCALE)
+        write(draw, x0 - 6, place(0, tick)[1] / SCALE, f"{100 * tick:.0f}", anchor="rm")
+    for colour, times, a in lines:
+        points = [place(t, v) for t, v in zip(times, a.mean(0))]
         if len(a) > 1:
-            top, bottom = ([place(i, v) for i, v in zip(shares, a.mean(0) + s * a.std(0))] for s in (1, -1))
-            draw.polygon(top + bottom[::-1], colour + "33")
-        points = [place(i, v) for i, v in zip(shares, a.mean(0))]
+            top, bottom = ([place(t, v) for t, v in zip(times, a.mean(0) + s * a.std(0))] for s in (1, -1))
+            draw.polygon(top + bottom[::-1], colour + "33", colour + "66")
         draw.line(points, colour, 2 * SCALE, joint="curve")
-        for x, y in points:
+        for x, y in points if len(points) < 20 else ():
             draw.ellipse([x - 2 * SCALE, y - 2 * SCALE, x + 2 * SCALE, y + 2 * SCALE], colour)
 
 
 def figure(runs: dict, summary: dict, path: Path):
-    """The paper's grid. Rows: dataset evaluated; columns: dataset trained; a line per method, a band over seeds.
-
-    Of a sequence of tasks: one plot, along the sequence.
-    """
+    """The rows of the paper's grid: a plot for each dataset evaluated, along all of the training; a line per method, which
+    starts anew at each stage if the method does."""
     names, methods, total = summary["datasets"], list(summary["methods"]), summary["stages"]
-    grid = total == len(names)
-    columns, (width, height) = (len(names), (250, 150)) if grid else (1, (720, 360))
-    left, top, gap, spare = 80, 92, 14, iter(("#e69f00", "#56b4e9", "#8c564b", "#7f7f7f") * 9)
+    grid, left, top, gap, width = total == len(names), 80, 76, 14, 700
+    height = 360 if not grid else 150 if total < 4 else 110
+    spare = iter(("#e69f00", "#56b4e9", "#8c564b", "#7f7f7f") * 9)
     colour = {m: next(spare) if "@" in m else method_of(m).colour for m in methods}
-    size = (max(820, left + columns * (width + gap) + 10), top + len(names) * (height + gap) + 44)
+    size = (left + width + 60, top + len(names) * (height + gap) + 24)
     image = Image.new("RGB", (size[0] * SCALE, size[1] * SCALE), "white")
     draw = ImageDraw.Draw(image, "RGBA")
     facts = f"({summary['data']} data, {summary['schedule']} schedule)"
     write(draw, left, 18, f"{summary['experiment']}: accuracy on unseen classes, %   {facts}", 16, "lm")
-    below = "share of the meta-training on that dataset" if grid else f"share of the {total} tasks"
-    write(draw, left + (size[0] - left) / 2, size[1] - 14, below, 13)
     x, y = left, 42
     for method, label in ((m, method_of(m).label) for m in methods):
         wide = 46 + ImageFont.load_default(13).getlength(label)
@@ -1313,20 +1303,21 @@ def figure(runs: dict, summary: dict, path: Path):
         draw.line([x * SCALE, y * SCALE, (x + 22) * SCALE, y * SCALE], colour[method], 3 * SCALE)
         write(draw, x + 28, y, label, 13, "lm")
         x += wide
+    ticks = {t: f"after {n}" for t, n in enumerate(names, 1)} if grid else {
+        max(1, total * q // 4): f"after task {max(1, total * q // 4)}" for q in (1, 2, 3, 4)}
+    begin = min(r["stage"] - 1 + r["iteration"] / r["iterations"] for rows in runs.values() for r in rows)
     for j, name in enumerate(names):
-        of = (lambda m, t: curve(runs, m, t + 1, name)) if grid else (lambda m, t: along(runs, m))
-        lines = [[line for m in methods if (line := (colour[m], *of(m, t)))[1]] for t in range(columns)]
-        values = np.concatenate([a.ravel() for stage in lines for _, _, a in stage])
-        low, high = math.floor(values.min() * 10) / 10, math.ceil(values.max() * 10 - 1e-9) / 10
-        y = top + j * (height + gap)
-        write(draw, left + j * (width + gap) + width / 2, top - 16, f"training on {name}" if grid else name, 13)
-        for t, stage in enumerate(lines):
-            x, last = left + t * (width + gap), j + 1 == len(names)
-            panel(draw, x, y, width, height, stage, low, high + 0.1 * (low == high), t == 0, last)
+        lines, y = [], top + j * (height + gap)
+        for method in methods:
+            times, a = curve(runs, method, name)
+            apart = np.ceil(times) if method_of(method).start == "scratch" and grid else np.zeros(len(times))
+            lines += [(colour[method], times[apart == stage], a[:, apart == stage]) for stage in sorted(set(apart))]
+        panel(draw, left, y, width, height, lines, begin, list(ticks), j + 1 if grid else 0)
         label = Image.new("L", (height * SCALE, 20 * SCALE))
-        font = ImageFont.load_default(13 * SCALE)
-        ImageDraw.Draw(label).text((height * SCALE / 2, 10 * SCALE), name if grid else "", 255, font, "mm")
+        ImageDraw.Draw(label).text((height * SCALE / 2, 10 * SCALE), name, 255, ImageFont.load_default(13 * SCALE), "mm")
         image.paste("#222222", (18 * SCALE, y * SCALE), label.rotate(90, expand=True))
+    for t, label in ticks.items():
+        write(draw, left + width * (t - begin) / max(total - begin, 1e-9), size[1] - 20, label)
     image.resize(size, Image.Resampling.LANCZOS).save(path, optimize=True)
 
 
