@@ -234,18 +234,25 @@ def split_classes(name: str, names: list[str], sizes: tuple[int, int, int]) -> d
     return {s: sorted(names.index(n) for n in part) for s, part in parts.items()}
 
 
+def given_settings(cfg: Config, n: int) -> list[dict]:
+    """Of n datasets the settings that the configuration gives, with one value for all or one for each."""
+    given = [{} for _ in range(n)]
+    for field in ("iterations", "inner_rate", "inner_steps", "eval_steps"):
+        text = getattr(cfg, field)
+        values = [number(field, v, float if field == "inner_rate" else int) for v in text.split(",") if v]
+        need(len(values) in (1, n, 0 if field != "iterations" else 1), f"{option(field)} {text} has {len(values)} "
+             f"values; give one, or one for each of the {n} datasets.")
+        need(all(0 < v < math.inf for v in values), f"{option(field)} {text}: it must be above 0.")
+        for own, v in zip(given, values * n if len(values) == 1 else values):
+            own[field] = v
+    return given
+
+
 def load_sequence(names: list[str], cfg: Config, folder: Path, device="cpu") -> list[Dataset]:
     """These datasets; a generated one stands in, under its own name, for each that is not in the folder."""
     names = [n if (folder / f"{n}.npz").exists() else DATASETS.get(n, OWN).stand_in or n for n in names]
     sequence = [load_dataset(n, folder, device, cfg) for n in names]
-    for field in ("iterations", "inner_rate", "inner_steps", "eval_steps"):
-        text = getattr(cfg, field)
-        values = [number(field, v, float if field == "inner_rate" else int) for v in text.split(",") if v]
-        need(len(values) in (1, len(names), 0 if field != "iterations" else 1), f"{option(field)} {text} has {len(values)} "
-             f"values; give one, or one for each of the {len(names)} datasets.")
-        need(all(0 < v < math.inf for v in values), f"{option(field)} {text}: it must be above 0.")
-        for j, v in enumerate(values and values * (len(names) // len(values))):
-            sequence[j] = sequence[j]._replace(setting=sequence[j].setting._replace(**{field: v}))
+    sequence = [d._replace(setting=d.setting._replace(**own)) for d, own in zip(sequence, given_settings(cfg, len(names)))]
     labels = [d.name for d in sequence]
     need(len(set(labels)) == len(labels), f"--sequence: two of {', '.join(labels)} have the same name; rename a folder.")
     for data in sequence:
@@ -1456,6 +1463,8 @@ def claims_of(experiment: str, names: list[str], T: int) -> list[Claim]:
         *(Claim("6.1", f"BomLA loses almost nothing of {names[0]} while it learns {names[1]}",
                 [(1, "bomla", 1, names[0]), (-1, "bomla", 2, names[0])], -math.inf, LITTLE)
           for _ in range(experiment == "triathlon")),
+        *(Claim("6.1", f"{label(m)} loses almost nothing of the past by the end (on average)",
+                [(w / len(past), *term) for n in past for w, *term in loss(m, n)], -math.inf, LITTLE) for m in ("bomla", "bomvi")),
         *(Claim("6.1", f"{label(m)} keeps more of {n} than sequential MAML", end(m, [n]) + end("maml", [n], -1))
           for m in ("bomla", "bomvi") for n in past),
         *(Claim("6.1", f"{label(m)} pays a little on the newest, {last[0]}", end("maml", last) + end(m, last, -1), 0, SMALL)
@@ -1501,7 +1510,7 @@ def effect(runs: dict, terms: list[Term]) -> tuple[list[float], list[float]]:
 def judge(values: list[float], half: list[float], low: float, high: float) -> dict:
     """An effect, seed by seed, with half its interval over tasks, against the range that counts for the claim.
 
-    Where that cannot tell: how many seeds would, should their mean and spread stay as they are.
+    Where that cannot tell: how many seeds would, and which way, should their mean and spread stay as they are.
     """
     effect, ci95 = float(np.mean(values)), interval(values, half)
     holds, fails = low < effect - ci95 and effect + ci95 < high, effect + ci95 <= low or effect - ci95 >= high
@@ -1511,6 +1520,7 @@ def judge(values: list[float], half: list[float], low: float, high: float) -> di
         near, spread = min(abs(effect - low), abs(effect - high)), np.std(values, ddof=min(1, len(values) - 1))
         enough = (f"about {n} seeds" for n in range(len(values) + 1, 31) if student(n) * spread < near)
         found["missing"] = next(enough, "over 30 seeds") if len(values) > 1 else "more seeds"
+        found["missing"] += f" to {'hold' if low < effect < high else 'fail'}"
     return found
 
 
@@ -1540,16 +1550,20 @@ def claims(summary: dict, runs: dict) -> list[dict]:
     return found
 
 
-def claim_cells(r: dict) -> tuple[str, str]:
-    """A claim's effect and verdict, in words."""
+def claim_cells(r: dict) -> tuple[str, str, str]:
+    """A claim's effect, number of seeds and verdict, in words."""
     scale, digits = (1, 2) if "log ratio" in r["claim"] else (100, 1)
     effect = f"{scale * r['effect']:+.{digits}f} ± {scale * r['ci95']:.{digits}f}" if "effect" in r else "not run"
-    return effect, r["verdict"] + (f" (needs {r['missing']})" if "missing" in r else "")
+    return effect, str(r.get("seeds", "")), r["verdict"] + (f" (needs {r['missing']})" if "missing" in r else "")
 
 
 def claims_table(rows: list[dict]) -> str:
-    cells = [(r, *claim_cells(r)) for r in rows]
-    return "\n".join(f"{r['section']:5}{r['claim'][:88]:90}{effect:>14}  ({r['counts']}): {verdict}" for r, effect, verdict in cells)
+    wide, lines = max(len(r["claim"]) for r in rows) if rows else 0, []
+    for r in rows:
+        effect, seeds, verdict = claim_cells(r)
+        count = f"{seeds} seed{'s' * (seeds != '1')}" if seeds else ""
+        lines.append(f"{r['section']:5}{r['claim']:{wide}}{effect:>14}{count:>9}  ({r['counts']}): {verdict}")
+    return "\n".join(lines)
 
 
 def show_claims(out: Path):
@@ -1566,7 +1580,7 @@ def show_claims(out: Path):
             every[summary["experiment"]] = summary["claims"]
             print(f"{summary['experiment']}, {summary['data'].upper()} data, {summary['schedule']} schedule: effects in points "
                   f"of accuracy, 95 % intervals\n{claims_table(summary['claims']) or 'the paper says nothing of it'}\n")
-    need(every, f"{out} holds no finished experiment; run one first.")
+    need(every, f"{out} holds no finished experiment; run one first, or name the --out of one.")
     (out / "claims.json").write_text(json.dumps(every, indent=1))
 
 
@@ -1732,6 +1746,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         value = number(field, KL_WEIGHTS.get(text, text))
         need(0 <= value < math.inf, f"{option(field)} is {text}; it must be 0 or more.")
     need(cfg.averaging in ("averages", "products"), f"--averaging is {cfg.averaging!r}; it must be averages or products.")
+    given_settings(cfg, len(args.sequence))  # before anything is downloaded
     need(cfg.split in ("test", "val"), f"--split is {cfg.split!r}; it must be test or val.")
     return args, cfg
 

@@ -79,9 +79,12 @@ def download(url: str, path: Path, md5: str | None = None, size: int | None = No
         except urllib.error.HTTPError as error:
             if error.code == 416 and have:  # asked to go on from beyond the end: the part is whole, or not ours
                 break
+            if have == 0:
+                part.unlink()
             raise Unreachable(f"the server answers {error.code} for {url}")
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
             if part.stat().st_size == 0:
+                part.unlink()
                 why = str(getattr(error, "reason", error)) or type(error).__name__
                 raise Unreachable(f"{urllib.parse.urlsplit(url).netloc} cannot be reached ({why}); run again with a "
                                   "network, or get the archive elsewhere and use --raw DIR")

@@ -1338,10 +1338,10 @@ def test_claim_comes_out_each_way(drops, verdict):
 
 
 def test_seeds_that_would_tell():
-    """Of an effect that cannot be told from zero, the seeds that would be enough have an interval that excludes it."""
+    """Of an effect that cannot be told from zero, the seeds that would tell have an interval that excludes it."""
     found = boml.judge([0.02, 0.04, 0.0], [0.02] * 3, 0.0, 1.0)
-    assert (found["verdict"], found["missing"]) == ("cannot tell yet", "about 7 seeds")  # 2.45 * 0.02 / sqrt(7) = 0.0185
-    assert boml.judge([0.01, 0.02, 0.015], [0.02] * 3, 0.0, 1.0).get("missing") is None
+    assert (found["verdict"], found["missing"]) == ("cannot tell yet", "about 7 seeds to hold")  # 2.45 * 0.02 / sqrt(7) = 0.0185
+    assert boml.judge([-0.02, -0.04, 0.0], [0.02] * 3, 0.0, 1.0)["missing"] == "about 7 seeds to fail"
 
 
 def test_two_seeds_that_agree_are_not_certain():
@@ -1412,8 +1412,7 @@ def readme_claims(summary):
     """The lines of a summary's claims in the README."""
     lines = []
     for c in summary["claims"]:
-        effect, verdict = boml.claim_cells(c)
-        lines.append(f"| {c['section']} | {c['claim']} | {c['counts']} | {effect} | {verdict} |")
+        lines.append(f"| {c['section']} | {c['claim']} | {c['counts']} | {' | '.join(boml.claim_cells(c))} |")
     return lines
 
 
