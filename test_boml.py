@@ -1455,6 +1455,21 @@ def test_readme_says_how_fast():
                     f"{v['plain_mb']:.0f} | {v['mb']:.0f} |") in readme
 
 
+def test_readme_adapts_to_new_images(tmp_path, monkeypatch):
+    """The README's program for new images adapts as `fetch` and `adapt` do."""
+    run = tmp_path / "runs/triathlon/bomla-0"
+    run.mkdir(parents=True)
+    torch.save(dict(theta=boml.init_params(toy_config(channels=3), torch.Generator())), run / "checkpoint.pt")
+    own_folder(tmp_path / "labelled", 5), own_folder(tmp_path / "unlabelled", 1, each=7)
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)[1], space := {})
+    theta, data = space["theta"], boml.load_dataset("labelled", tmp_path, cfg=toy_config())
+    x_s, y_s, *_ = boml.fetch(data, torch.arange(20).view(1, 5, 4), toy_config(shot=4, query=0))
+    expected, _ = boml.adapt(boml.leaves(boml.spread(theta, 1)), x_s, y_s, 0.1, 10)
+    assert_close(space["adapted"]["linear.weight"], expected["linear.weight"], rtol=1e-5, atol=1e-6)
+    assert boml.network(expected, space["x_q"]).shape == (1, 7, 5)
+
+
 def test_readme_guides_to_the_right_lines():
     """The reading guide's lines are those of the sections."""
     source = (HERE / "boml.py").read_text().split("\n")
