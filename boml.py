@@ -1846,6 +1846,9 @@ def main(argv: list[str]):
     if rows:
         print(f"The paper's claims (effect in points of accuracy, 95 % interval):\n{claims_table(rows)}\n")
     print(f"{folder}/summary.json and the figures beside it are written.")
+    if TORCHRUN:  # the others wait for the first's report, and all end in order: else torch may abort one at its exit
+        over_ranks([torch.zeros((), device=args.device)])
+        torch.distributed.destroy_process_group()
 
 
 def run_together(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[str]:
