@@ -1143,21 +1143,29 @@ def test_stopped_run_equals_unbroken(method, tmp_path):
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
-@settings(max_examples=10)
-@given(part=st.floats(0, 0.999), flip=st.booleans())
-def test_damaged_checkpoint_falls_back(part, flip, tmp_path_factory):
-    """A checkpoint cut off anywhere, or with a byte changed, is left for the one before it, and the run ends the same."""
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory):
+    """A folder with a run, and the same one stopped in the middle."""
     out = tmp_path_factory.mktemp("run")
     toy_run(out / "whole", "maml")
-    toy_run(out / "broken", "maml", tell=lambda share, text: "mini_quickdraw 5/" in text)
-    path = out / "broken" / "checkpoint.pt"
+    toy_run(out / "stopped", "maml", tell=lambda share, text: "mini_quickdraw 5/" in text)
+    return out
+
+
+@settings(max_examples=10)
+@given(part=st.floats(0, 0.999), flip=st.booleans())
+def test_damaged_checkpoint_falls_back(part, flip, halfway):
+    """A checkpoint cut off anywhere, or with a byte changed, is left for the one before it, and the run ends the same."""
+    broken = Path(tempfile.mkdtemp(dir=halfway)) / "broken"
+    shutil.copytree(halfway / "stopped", broken)
+    path = broken / "checkpoint.pt"
     content = bytearray(path.read_bytes())
     at = int(part * len(content))
     if flip:
         content[at] ^= 255
     path.write_bytes(content if flip else content[:at])
-    toy_run(out / "broken", "maml")
-    assert_same_run(out / "broken", out / "whole")
+    toy_run(broken, "maml")
+    assert_same_run(broken, halfway / "whole")
 
 
 def test_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
