@@ -1463,6 +1463,25 @@ def test_readme_says_how_fast():
                     f"{v['plain_mb']:.0f} | {v['mb']:.0f} |") in readme
 
 
+def test_readme_says_how_good_the_approximation_is():
+    """The README's table of the approximation is that of its record, merged to one pair."""
+    readme, medians = (HERE / "README.md").read_text(), json.loads((HERE / "figures/approximation.json").read_text())["medians"]
+    states = dict.fromkeys(key.split("|")[0] for key in medians)
+    for form in boml.FORMS:
+        cells = [[medians[f"{state}|{form}|one pair|layer {l}"] for l in (1, 2, 3)] for state in states]
+        cells = [", ".join(f"{error:.2f}/{angle:.0f}" for error, angle in row) for row in cells]
+        assert f"| {form} | {' | '.join(cells)} |" in readme
+
+
+def test_readme_says_how_the_kl_weighs():
+    """The README's table of KL weights is that of their record."""
+    readme, record = (HERE / "README.md").read_text(), json.loads((HERE / "figures/bomvi_kl_weight.json").read_text())
+    for weight, m in record["kl_weight"].items():
+        percent, last = lambda v: f"{100 * v:.1f}", m["accuracy"][-1]
+        own = [f"{percent(m['accuracy'][j][j])} -> {percent(last[j])}" for j in (0, 1)]
+        assert re.search(rf"\| {weight}[^|]* \| {own[0]} \| {own[1]} \| {percent(last[2])} \| {percent(m['final_average'])} \|", readme)
+
+
 def test_readme_adapts_to_new_images(tmp_path, monkeypatch):
     """The README's program for new images adapts as `fetch` and `adapt` do."""
     run = tmp_path / "runs/triathlon/bomla-0"
