@@ -1454,6 +1454,14 @@ def test_report_between_record_and_checkpoint(tmp_path):
     assert "after omniglot" in boml.report(tmp_path) and not (tmp_path / "covariance.png").exists()
 
 
+def test_readme_counts_the_verdicts():
+    """The README's count of verdicts is that of the committed claims."""
+    rows = [c for rows in json.loads((HERE / "figures/claims.json").read_text()).values() for c in rows]
+    holds, fails, open_ = (sum(c["verdict"] == v for c in rows) for v in ("holds", "does not hold", "cannot tell yet"))
+    text = " ".join((HERE / "README.md").read_text().split())
+    assert f"{holds} claims hold here, {fails} do not, and {open_} cannot be told yet" in text
+
+
 def test_readme_says_how_fast():
     """The README's table of speeds is that of the benchmark's record."""
     readme, rows = (HERE / "README.md").read_text(), json.loads((HERE / "figures/bench.json").read_text())["rows"]
