@@ -497,6 +497,12 @@ def mine(before: int = 0) -> slice:
     return slice((RANK - before) % RANKS, None, RANKS)
 
 
+def wait():
+    """Until all processes have come this far."""
+    if RANKS > 1:
+        torch.distributed.barrier()
+
+
 def over_ranks(values: list[Tensor]) -> list[Tensor]:
     """The sum of each over all processes."""
     if RANKS == 1:
@@ -1009,7 +1015,7 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], judges: list[Dataset]
     held = None if RANK else lock(out)  # until this function returns
     for path in out.glob("checkpoint*") if fresh and not RANK else ():
         path.unlink()
-    over_ranks([torch.zeros((), device=device)])  # the others wait for the first
+    wait()  # for the first
     state = resume(out, facts | dict(sequence=[d.name for d in sequence]) | dataclasses.asdict(cfg), device)
     initial = lambda t: init_params(cfg, stream("cpu", seed, "init", t), device)
     theta = state["theta"] or initial(0)
@@ -1037,7 +1043,7 @@ def run(cfg: Config, facts: dict, sequence: list[Dataset], judges: list[Dataset]
             loss = meta_step(theta, posterior, optimiser, tasks.batch(t, i), cfg, noise)
             share = (sum(cost[:t]) + cost[t] * (i + 1) / J) / sum(cost)
             stop = tell(share, f"{facts['method']}-{seed} {sequence[t].name} {i + 1}/{J}")
-            due = (i + 1) % cfg.eval_every == 0 or i + 1 == J
+            due = (i + 1) % cfg.eval_every == 0 or i + 1 in (sequence[t].setting.iterations, J)
             if due or stop or (i + 1) % CHECKPOINT_EVERY == 0:
                 finite = all(p.isfinite().all() for p in (loss, *theta.values(), *posterior.extra.values()))
                 need(finite, f"the loss of {facts['method']} became {loss.item()} on {sequence[t].name} by iteration "
@@ -1295,7 +1301,8 @@ def figure(runs: dict, summary: dict, path: Path):
     starts anew at each stage if the method does."""
     names, methods, total = summary["datasets"], list(summary["methods"]), summary["stages"]
     grid, left, top, gap, width = total == len(names), 80, 76, 14, 700
-    height = 360 if not grid else 150 if total < 4 else 110
+    height = 140 if grid else 360
+    runs = {(m, s): rows for (m, s), rows in runs.items() if s in summary["methods"][m]["seeds"]}  # as in the table
     spare = iter(("#e69f00", "#56b4e9", "#8c564b", "#7f7f7f") * 9)
     colour = {m: next(spare) if "@" in m else method_of(m).colour for m in methods}
     size = (left + width + 60, top + len(names) * (height + gap) + 24)
@@ -1324,7 +1331,7 @@ def figure(runs: dict, summary: dict, path: Path):
         ImageDraw.Draw(label).text((height * SCALE / 2, 10 * SCALE), name, 255, ImageFont.load_default(13 * SCALE), "mm")
         image.paste("#222222", (18 * SCALE, y * SCALE), label.rotate(90, expand=True))
     for t, label in ticks.items():
-        write(draw, left + width * (t - begin) / max(total - begin, 1e-9), size[1] - 20, label)
+        write(draw, left + width * (t - begin) / max(total - begin, 1e-9), size[1] - 20, label, anchor="rm" if t == total else "mm")
     image.resize(size, Image.Resampling.LANCZOS).save(path, optimize=True)
 
 
@@ -1460,9 +1467,8 @@ def claims_of(experiment: str, names: list[str], T: int) -> list[Claim]:
     of = lambda weight: "bomla" if weight == 100 else f"bomla@{weight}"
     return [
         *(Claim("6.1", f"Sequential MAML forgets {n} by the end", loss("maml", n)) for n in past),
-        *(Claim("6.1", f"BomLA loses almost nothing of {names[0]} while it learns {names[1]}",
-                [(1, "bomla", 1, names[0]), (-1, "bomla", 2, names[0])], -math.inf, LITTLE)
-          for _ in range(experiment == "triathlon")),
+        *[Claim("6.1", f"BomLA loses almost nothing of {names[0]} while it learns {names[1]}",
+                [(1, "bomla", 1, names[0]), (-1, "bomla", 2, names[0])], -math.inf, LITTLE)] * (experiment == "triathlon"),
         *(Claim("6.1", f"{label(m)} loses almost nothing of the past by the end (on average)",
                 [(w / len(past), *term) for n in past for w, *term in loss(m, n)], -math.inf, LITTLE) for m in ("bomla", "bomvi")),
         *(Claim("6.1", f"{label(m)} keeps more of {n} than sequential MAML", end(m, [n]) + end("maml", [n], -1))
@@ -1510,17 +1516,17 @@ def effect(runs: dict, terms: list[Term]) -> tuple[list[float], list[float]]:
 def judge(values: list[float], half: list[float], low: float, high: float) -> dict:
     """An effect, seed by seed, with half its interval over tasks, against the range that counts for the claim.
 
-    Where that cannot tell: how many seeds would, and which way, should their mean and spread stay as they are.
+    Where that cannot tell: which way it leans, and the least number of seeds that would tell at the same mean and spread.
     """
     effect, ci95 = float(np.mean(values)), interval(values, half)
     holds, fails = low < effect - ci95 and effect + ci95 < high, effect + ci95 <= low or effect - ci95 >= high
     verdict = "holds" if holds else "does not hold" if fails else "cannot tell yet"
     found = dict(effect=round(effect, 4), ci95=round(ci95, 4), seeds=len(values), verdict=verdict)
     if verdict == "cannot tell yet":
-        near, spread = min(abs(effect - low), abs(effect - high)), np.std(values, ddof=min(1, len(values) - 1))
-        enough = (f"about {n} seeds" for n in range(len(values) + 1, 31) if student(n) * spread < near)
-        found["missing"] = next(enough, "over 30 seeds") if len(values) > 1 else "more seeds"
-        found["missing"] += f" to {'hold' if low < effect < high else 'fail'}"
+        near, lean = min(abs(effect - low), abs(effect - high)), "hold" if low < effect < high else "fail"
+        enough = (n for n in range(len(values) + 1, 31) if student(n) * np.std(values, ddof=1) < near)
+        more = f"{next(enough, 31)} seeds or more" if len(values) > 2 else "more seeds"
+        found["missing"] = f"leans to {lean}: {more}"
     return found
 
 
@@ -1534,10 +1540,11 @@ def claims(summary: dict, runs: dict) -> list[dict]:
         values, half = effect(runs, claim.terms)
         missing = sorted({m.split()[0] for _, m, _, _ in claim.terms} - {m for m, _ in runs})
         row |= judge(values, half, claim.low, claim.high) if values else dict(
-            verdict="cannot tell yet", missing=" and ".join(missing) or "all of its methods with one seed")
+            verdict="cannot tell yet", missing="needs " + (" and ".join(missing) or "all of its methods, finished, with one seed"))
         found.append(row)
     layers = summary["methods"].get("bomvi", {}).get("variance_by_seed", {})
-    if found and layers and all(len(v) == len(names) for v in layers["conv1"]):
+    layers = {layer: [v for v in seeds if len(v) == len(names)] for layer, seeds in layers.items()}
+    if found and layers.get("conv1"):
         log = {layer: np.array([math.log(v[-1] / v[0]) for v in seeds]) for layer, seeds in layers.items()}
         shrink = {"BomVI's variances shrink from the first dataset to the last (log ratio)": np.mean(list(log.values()), 0)}
         shrink |= {f"more in {layer} than in conv4 (difference of log ratios)": log[layer] - log["conv4"]
@@ -1545,7 +1552,7 @@ def claims(summary: dict, runs: dict) -> list[dict]:
         for text, values in shrink.items():
             verdict = judge(list(values), [0.0], -math.inf, 0.0)
             if len(values) == 1:  # without a second seed no interval
-                verdict |= dict(verdict="cannot tell yet", missing="more seeds")
+                verdict |= dict(verdict="cannot tell yet", missing="needs more seeds")
             found.append(dict(section="C.2", claim=text, counts="below 0") | verdict)
     return found
 
@@ -1554,7 +1561,7 @@ def claim_cells(r: dict) -> tuple[str, str, str]:
     """A claim's effect, number of seeds and verdict, in words."""
     scale, digits = (1, 2) if "log ratio" in r["claim"] else (100, 1)
     effect = f"{scale * r['effect']:+.{digits}f} ± {scale * r['ci95']:.{digits}f}" if "effect" in r else "not run"
-    return effect, str(r.get("seeds", "")), r["verdict"] + (f" (needs {r['missing']})" if "missing" in r else "")
+    return effect, str(r.get("seeds", "")), r["verdict"] + (f" ({r['missing']})" if "missing" in r else "")
 
 
 def claims_table(rows: list[dict]) -> str:
@@ -1827,7 +1834,7 @@ def main(argv: list[str]):
         wanted = [n for n in args.sequence if n in data_prep.UNPACK]
         if wanted:
             data_prep.main(wanted + ["--data", str(args.data)])
-    over_ranks([torch.zeros((), device=args.device)])  # the others wait for what the first prepares
+    wait()  # for what the first prepares
     sequence = load_sequence(args.sequence, cfg, args.data)  # any problem with the data shows before the work starts
     folder = args.out / args.experiment
     pairs = [(m, int(s)) for s in args.seeds for m in args.methods]
@@ -1846,9 +1853,9 @@ def main(argv: list[str]):
     if rows:
         print(f"The paper's claims (effect in points of accuracy, 95 % interval):\n{claims_table(rows)}\n")
     print(f"{folder}/summary.json and the figures beside it are written.")
-    if TORCHRUN:  # the others wait for the first's report, and all end in order: else torch may abort one at its exit
-        over_ranks([torch.zeros((), device=args.device)])
-        torch.distributed.destroy_process_group()
+    wait()  # for the first's report
+    if TORCHRUN:
+        torch.distributed.destroy_process_group()  # else torch may abort a process at its exit
 
 
 def run_together(args, cfg: Config, pairs: list[tuple[str, int]], show) -> list[str]:

@@ -1341,15 +1341,19 @@ def test_claim_comes_out_each_way(drops, verdict):
     assert first["claim"] == "Sequential MAML forgets d0 by the end" and first["verdict"] == verdict
     assert_close(first["effect"], np.mean(drops), atol=1e-4)
     bomla = next(c for c in others if c["claim"].startswith("BomLA keeps more of d0"))
-    assert bomla["verdict"] == "cannot tell yet" and bomla["missing"] == "bomla"  # and says what is missing
-    assert all(c["claim"][:80] in boml.claims_table([first, *others]) for c in [first, *others])
+    assert bomla["verdict"] == "cannot tell yet" and bomla["missing"] == "needs bomla"  # and says what is missing
+    assert all(c["claim"] in boml.claims_table([first, *others]) for c in [first, *others])
 
 
 def test_seeds_that_would_tell():
-    """Of an effect that cannot be told from zero, the seeds that would tell have an interval that excludes it."""
-    found = boml.judge([0.02, 0.04, 0.0], [0.02] * 3, 0.0, 1.0)
-    assert (found["verdict"], found["missing"]) == ("cannot tell yet", "about 7 seeds to hold")  # 2.45 * 0.02 / sqrt(7) = 0.0185
-    assert boml.judge([-0.02, -0.04, 0.0], [0.02] * 3, 0.0, 1.0)["missing"] == "about 7 seeds to fail"
+    """Where one cannot tell, the verdict says which way the effect leans, and how many seeds its interval would take to
+    leave the bound; of one or two seeds no number."""
+    missing = lambda values, *bounds: boml.judge(values, [0.1] * len(values), *bounds)["missing"]
+    assert missing([0.02, 0.04, 0.0], 0.0, 1.0) == "leans to hold: 7 seeds or more"  # 2.45 * 0.02 / sqrt(7) = 0.0185
+    assert missing([-0.02, -0.04, 0.0], 0.0, 1.0) == "leans to fail: 7 seeds or more"
+    assert missing([0.08, 0.06, 0.1], 0.0, 0.1) == "leans to hold: 7 seeds or more"  # near the upper bound
+    assert missing([0.01, -0.01, 0.001], 0.0, 1.0) == "leans to hold: 31 seeds or more"
+    assert missing([0.02], 0.0, 1.0) == missing([0.02, 0.03], 0.0, 1.0) == "leans to hold: more seeds"
 
 
 def test_two_seeds_that_agree_are_not_certain():
@@ -1457,9 +1461,10 @@ def test_report_between_record_and_checkpoint(tmp_path):
 def test_readme_counts_the_verdicts():
     """The README's count of verdicts is that of the committed claims."""
     rows = [c for rows in json.loads((HERE / "figures/claims.json").read_text()).values() for c in rows]
-    holds, fails, open_ = (sum(c["verdict"] == v for c in rows) for v in ("holds", "does not hold", "cannot tell yet"))
-    text = " ".join((HERE / "README.md").read_text().split())
-    assert f"{holds} claims hold here, {fails} do not, and {open_} cannot be told yet" in text
+    holds, fails, none = (sum(c["verdict"] == v for c in rows) for v in ("holds", "does not hold", "cannot tell yet"))
+    idle = sum("effect" not in c for c in rows)
+    assert (f"Of {len(rows)} claims read in the paper, {holds} hold here, {fails} do not, {none - idle} cannot be told with these seeds, and "
+            f"{idle} were not run") in " ".join((HERE / "README.md").read_text().split())
 
 
 def test_readme_says_how_fast():
@@ -1553,6 +1558,12 @@ def test_bad_command_line(args, word, fake_data):
     with pytest.raises(boml.Problem) as problem:
         boml.main([*args[:1], "--data", str(fake_data), "--query", "2", *args[1:]])
     assert word in str(problem.value) and "\n" not in str(problem.value)
+
+
+def test_values_per_dataset_are_checked_before_the_data():
+    """A setting with a value for each dataset is refused when the command line is read, before anything is downloaded."""
+    with pytest.raises(boml.Problem, match="has 2 values"):
+        boml.parse(["triathlon", "--iterations", "3,4"])
 
 
 def spoil(folder, fake_data, how):
@@ -2050,11 +2061,12 @@ def test_wrong_checksum_is_refused(server, tmp_path):
 
 
 def test_server_without_the_file(server, tmp_path):
-    """An error of the server, or no server, leaves the dataset out."""
+    """An error of the server, or no server, leaves the dataset out and nothing behind."""
     with pytest.raises(data_prep.Unreachable, match="404"):
         data_prep.download(f"{server}/gone", tmp_path / "f")
     with pytest.raises(data_prep.Unreachable, match="cannot be reached"):
         data_prep.download("http://127.0.0.1:9/f", tmp_path / "f")
+    assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------- Benchmark
