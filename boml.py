@@ -1276,8 +1276,8 @@ def panel(draw, x0, y0, width, height, lines, begin, ticks, own):
     values = np.concatenate([a.ravel() for _, _, a in lines])
     low, high = math.floor(values.min() * 10) / 10, math.ceil(values.max() * 10 - 1e-9) / 10
     high += 0.1 * (low == high)
-    across = lambda t: (x0 + width * (t - begin) / max(ticks[-1] - begin, 1e-9)) * SCALE
-    place = lambda t, a: (across(t), (y0 + height * (high - a) / (high - low)) * SCALE)
+    place = lambda t, a: ((x0 + width * (t - begin) / max(ticks[-1] - begin, 1e-9)) * SCALE,
+                          (y0 + height * (high - a) / (high - low)) * SCALE)
     if own > begin:
         draw.rectangle([place(max(own - 1, begin), high), place(own, low)], "#00000010")
     draw.rectangle([x0 * SCALE, place(0, high)[1], (x0 + width) * SCALE, place(0, low)[1]], outline="#999999", width=SCALE)

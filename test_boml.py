@@ -1143,6 +1143,12 @@ def test_stopped_run_equals_unbroken(method, tmp_path):
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
+def test_everything_is_evaluated_when_maml_would_end(tmp_path):
+    """Train-On-Everything, where it trains longer, is also evaluated after as many iterations as sequential MAML has."""
+    toy_run(tmp_path, "toe", toy_config(toe_longer=True))
+    assert {(r["stage"], r["iteration"]) for r in rows_of(tmp_path / "record.jsonl")} == {(1, 6), (2, 8), (2, 14)}
+
+
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory):
     """A folder with a run, and the same one stopped in the middle."""
