@@ -1,18 +1,23 @@
-"""Pack the official archives into data/<name>.npz: 28x28 uint8 images, class by class, no pickle.
+"""Make data/<name>.npz: from the official archives, or drawn by this program.
 
     python data_prep.py                    download what can be had, pack it, print what is there
     python data_prep.py --raw DIR          take the archives from a folder instead
     python data_prep.py omniglot cifar_fs  only these
+    python data_prep.py for triathlon ...  what `boml.py triathlon ...` needs: each dataset of its
+                                           sequence, or the generated one that stands in for it
 
-Each archive is found in --raw DIR or downloaded to <data>/raw (resumed when cut, checked by md5).
-Without a network it gives up in seconds; generated datasets then stand in, labelled as such.
+Archives are found in --raw DIR or downloaded to <data>/raw (resumed when cut, checked by md5). They
+are read in place, never unpacked, and no pickle is ever loaded.
 """
-import argparse, hashlib, http.client, io, lzma, math, os, stat, sys, tarfile, time, tokenize, zipfile, zlib
+import argparse, hashlib, http.client, io, os, stat, sys, tarfile, time, zipfile, zlib
 import urllib.error, urllib.parse, urllib.request
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
+
+import boml
+from boml import Problem, brief, need
 
 SOURCES = {  # dataset: (address, md5 of the official file) of each of its archives
     "omniglot": [
@@ -37,20 +42,94 @@ SOURCES = {  # dataset: (address, md5 of the official file) of each of its archi
          "d4acdd33327262359767eeaa97a4f732"),
     ],
 }
-CLASSES = {"omniglot": 1623, "mini_quickdraw": 345, "cifar_fs": 100, "mini_imagenet": 100, "vgg_flowers": 102,
-           "aircraft": 100}
+COUNTS = {  # classes for training, validation and test
+    "omniglot": (1100, 100, 423), "omniglot_alphabets": (1195, 206, 222), "mini_quickdraw": (241, 52, 52),
+    "cifar_fs": (64, 16, 20), "mini_imagenet": (64, 16, 20), "vgg_flowers": (66, 16, 20),
+    "aircraft": (64, 16, 20), "generated_characters": (220, 40, 80), "generated_doodles": (200, 40, 60),
+    "generated_textures": (200, 40, 60), "generated_scenes": (64, 16, 20),
+    "generated_blossoms": (66, 16, 20), "generated_aeroplanes": (64, 16, 20),
+    "generated_alphabets": (200, 70, 70),
+}
+SPLITS = {  # the authors' classes for validation and for test; all others are for training
+    "mini_quickdraw": (
+        "The Great Wall of China, airplane, ant, barn, belt, bucket, butterfly, camouflage, "
+        "compass, cooler, cruise ship, door, drums, elephant, face, flower, foot, fork, "
+        "grapes, hamburger, hockey puck, knife, lion, lollipop, map, mermaid, microphone, "
+        "mouse, mushroom, onion, pig, pool, popsicle, rhinoceros, rifle, shorts, shovel, "
+        "skateboard, snail, snowflake, squiggle, star, string bean, sweater, swing set, tent, "
+        "toaster, toilet, tornado, tractor, whale, windmill",
+        "angel, animal migration, backpack, banana, baseball, bed, binoculars, bird, "
+        "blackberry, boomerang, bread, camel, carrot, circle, clarinet, coffee cup, cookie, "
+        "donut, dresser, drill, fire hydrant, garden, garden hose, goatee, grass, helicopter, "
+        "helmet, hot dog, lantern, lighter, line, mailbox, mug, owl, paper clip, parrot, "
+        "passport, pear, piano, pineapple, pliers, purse, rain, rollerskates, sink, stitches, "
+        "syringe, table, tennis racquet, underwear, vase, waterslide",
+    ),
+    "cifar_fs": (
+        "beaver, beetle, butterfly, camel, cattle, crab, crocodile, flatfish, lamp, "
+        "maple_tree, motorcycle, otter, sea, shark, television, tractor",
+        "baby, bed, bicycle, chimpanzee, fox, leopard, man, pickup_truck, plain, poppy, "
+        "rocket, rose, snail, sweet_pepper, table, telephone, wardrobe, whale, woman, worm",
+    ),
+    "mini_imagenet": (
+        "n01855672, n02091244, n02114548, n02138441, n02174001, n02950826, n02971356, "
+        "n02981792, n03075370, n03417042, n03535780, n03584254, n03770439, n03773504, "
+        "n03980874, n09256479",
+        "n01930112, n01981276, n02099601, n02110063, n02110341, n02116738, n02129165, "
+        "n02219486, n02443484, n02871525, n03127925, n03146219, n03272010, n03544143, "
+        "n03775546, n04146614, n04149813, n04418357, n04522168, n07613480",
+    ),
+    "vgg_flowers": (
+        "003, 007, 012, 018, 021, 028, 043, 046, 048, 064, 065, 069, 084, 096, 098, 099",
+        "002, 011, 014, 015, 024, 029, 034, 035, 036, 037, 042, 044, 053, 055, 063, 066, 070, "
+        "076, 086, 087",
+    ),
+    "aircraft": (
+        "767-200, 767-400, 777-300, A310, A330-300, A340-200, ATR-42, Beechcraft 1900, Cessna "
+        "525, Cessna 560, Challenger 600, E-170, F/A-18, Gulfstream IV, MD-87, Metroliner",
+        "727-200, 737-200, 737-300, 737-900, 747-400, A340-300, BAE 146-200, Boeing 717, "
+        "C-47, DC-10, E-195, Eurofighter Typhoon, Falcon 2000, Fokker 100, Fokker 70, Hawk "
+        "T1, L-1011, Saab 2000, Tu-154, Yak-42",
+    ),
+    "omniglot_alphabets": (  # by alphabet, Appendix C.4
+        "Anglo-Saxon_Futhorc, Arcadian, Blackfoot_(Canadian_Aboriginal_Syllabics), Cyrillic, "
+        "Ge_ez, Glagolitic, N_Ko",
+        "Atemayar_Qelisayer, Futurama, Greek, Mkhedruli_(Georgian), Syriac_(Estrangelo), "
+        "Syriac_(Serto), Tagalog, Tibetan",
+    ),
+}
+OMNIGLOT = (  # alphabet: numbers of its characters for validation | for test
+    "Angelic: 17 | 5 6 9 12; Anglo-Saxon_Futhorc: 12 20 26 | 6 15 22 24 28 29; Arcadian: 18 | "
+    "2 5 10 12 15 19 23; Armenian: 15 18 24 | 1 2 3 5 10 11 12 13 17 19 25 30 38 41; "
+    "Asomtavruli_(Georgian): 3 8 13 28 30 31 | 1 2 7 10 14 18 19 22 23 25 26 32 33; "
+    "Atemayar_Qelisayer: 14 16 | 1 7 8 10 19 20 22; Atlantean: 6 | 9 14 19 21; Aurek-Besh: 1 "
+    "16 21 | 3 9 10 11 17 23 26; Avesta: 13 17 19 | 2 4 5 8 11 15; Balinese: 15 | 6 9 16 21 "
+    "22 23; Bengali: 2 13 16 20 26 | 1 3 8 11 22 34 36 37 41; "
+    "Blackfoot_(Canadian_Aboriginal_Syllabics): 5 8 | 3 6; Braille: 3 | 11 15 24; "
+    "Burmese_(Myanmar): 8 13 34 | 1 6 7 17 22 26 30 33; Cyrillic: 11 | 2 3 7 17 19 26 31; "
+    "Futurama: 1 18 26 | 6 7 9 22; Ge_ez: 9 | 2 8 20; Glagolitic: 23 | 2 4 7 8 10 13 21 28 29 "
+    "30 35; Grantha: 23 28 | 2 7 9 15 17 18 24 27 36 42; Greek: 18 | 5 8 20; Gujarati: 7 8 13 "
+    "27 | 18 19 23 25 29 31 32 34 39 40 47 48; Gurmukhi: 3 8 | 2 4 5 16 18 32 33 36 38 39 40 "
+    "42 44; Hebrew: 5 13 19 | 1 2 8 11 15 20 22; Japanese_(katakana): 19 | 1 2 6 11 15 16 20 "
+    "22 23 29 42 45 46; Kannada: 19 40 | 1 2 3 5 12 14 17 18 23 24 28 29 30 32; Keble: 16 | 4 "
+    "6 11 12 20 22 23 24; Korean: 18 | 2 4 6 13 19 21 23 24 25 26 31 35 37 39; Latin: 14 | 3 "
+    "4 6 7 16 17 24; Malay_(Jawi_-_Arabic): 4 6 | 2 5 10 11 12 17 22 29 31 34 35 38 39; "
+    "Malayalam: 8 15 25 28 29 | 1 7 9 18 19 21 23 24 26 27 32 33 34 36 37 39 47; Manipuri: 12 "
+    "17 18 29 | 2 4 6 10 11 20 27 28 31 35; Mkhedruli_(Georgian): 34 38 | 1 2 5 6 10 11 16 18 "
+    "22 26 29 31 35; N_Ko: 2 | 4 9 12 19 22 31 33; Ojibwe_(Canadian_Aboriginal_Syllabics): 7 "
+    "11 | 4 6 10; Old_Church_Slavonic_(Cyrillic): 1 7 10 23 29 31 | 2 14 17 19 20 24 25 30 35 "
+    "40 43; Oriya: 20 26 | 1 3 6 8 10 15 23 24 28 31 33 38 39 42; Sanskrit: 1 4 9 | 2 10 13 "
+    "16 17 19 20 22 32 36 39; Sylheti: 2 10 17 | 3 6 13 15 21 26 27; Syriac_(Estrangelo): 22 "
+    "| 2 3 4 7 8 11 14 18; Syriac_(Serto): 5 18 23 | 2 3 6 8 9 22; Tibetan: 13 22 | 6 10 12 "
+    "14 17 18 23 30 31 35 36 37 41; Tifinagh: 13 27 34 50 | 1 9 11 17 19 22 23 28 33 44 52; "
+    "ULOG: 4 | 3 6 10 18 19 22 23 24 26; Alphabet_of_the_Magi: - | 9 13 14 16 17 19 20; "
+    "Early_Aramaic: - | 5 8 10 13 17 22; Inuktitut_(Canadian_Aboriginal_Syllabics): - | 6 8 "
+    "10; Japanese_(hiragana): - | 3 8 9 19 25 38 39 42 47 49 50; Mongolian: - | 2 3 5 6 8 12 "
+    "15 25 27 28 29 30; Tagalog: - | 14 15 17; Tengwar: - | 7 8 10 15 18 22"
+)
 DRAWINGS = 1000  # of each QuickDraw class
 TIMEOUT = 8  # seconds without a byte
-LARGEST = 256 << 20  # bytes: no single file of these archives comes near, nor does a packed array
-PIXELS = 1 << 26  # likewise an image
-
-# What the readers of archives and arrays raise on bad bytes.
-DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, ValueError, LookupError, OSError,
-          RuntimeError, NotImplementedError, TypeError, SyntaxError, lzma.LZMAError, tokenize.TokenError)
-
-
-class Problem(Exception):
-    """Something the person can put right: shown as one sentence, exit status 2."""
+LARGEST = 256 << 20  # bytes: no single file of these archives comes near
 
 
 class Unreachable(Exception):
@@ -127,12 +206,9 @@ def progress(name: str, done: int, total: int | None):
         print(f"\r{name} [{bar:30}] {done / 1e6:.1f}{of} MB ", end="\n" if done == total else "", file=sys.stderr)
 
 
-CHECKED: dict[str, str] = {}  # of each dataset obtained as whole files, what its checksums said
-
-
 def obtain(name: str, raw: Path | None, cache: Path) -> list[Path]:
     """The archives of a dataset that is one or more whole files."""
-    paths, CHECKED[name] = [], "official"
+    paths = []
     for url, md5 in SOURCES[name]:
         file = url.rsplit("/", 1)[1]
         found = sorted(raw.rglob(file)) if raw else [cache / file] if (cache / file).exists() else []
@@ -140,8 +216,8 @@ def obtain(name: str, raw: Path | None, cache: Path) -> list[Path]:
             raise Unreachable(f"{file} is not in {raw}; put it there, or leave --raw out to download it")
         path = found[0] if found else download(url, cache / file, md5)
         if found and md5_of(path) != md5:
-            print(f"{name}: {path} is not the official file (its md5 differs); used as it is.", file=sys.stderr)
-            CHECKED[name] = "differs"
+            print(f"{name}: {path} is not the official file (its md5 differs); used as it is.",
+                  file=sys.stderr)
         paths.append(path)
     return paths
 
@@ -157,15 +233,10 @@ def shrink(image: Image.Image) -> np.ndarray:
 def picture(path: Path, member: str, data: bytes, mode: str) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data))
-        if image.width * image.height > PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels are too many")
-        if image.mode[0] in "IF":  # 16 or 32 bits per pixel: its range becomes 0 to 255
-            values = np.asarray(image, np.float64)
-            values = (values - values.min()) / max(np.ptp(values), 1e-30) * 255
-            image = Image.fromarray(values.astype(np.uint8))
+        need(image.width * image.height <= 1 << 26, "it has more than 67 million pixels")
         return image.convert(mode)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        raise Problem(f"{path} holds {member}, which is not a readable image; remove it, or get it again.")
+    except Exception as error:  # Pillow raises almost anything on bad bytes
+        raise Problem(f"{path} holds {member}, which is not a readable image ({brief(error)}); get it again.")
 
 
 def sane(path: Path, name: str, size: int, link: bool):
@@ -225,7 +296,7 @@ def mini_quickdraw(raw, cache):
 
 def quickdraw_files(raw, cache) -> list[Path]:
     if raw:
-        paths = sorted(p for p in raw.rglob("*.npy"))
+        paths = sorted(raw.rglob("*.npy"))
         if not paths:
             raise Unreachable(f"no <class>.npy is in {raw}")
         return paths
@@ -307,28 +378,6 @@ def aircraft(raw, cache):
         if name.endswith(".jpg"):
             image = picture(path, name, data, "RGB")
             yield variant[name[-11:-4]], shrink(image.crop((0, 0, image.width, image.height - 20)))
-
-
-UNPACK = {"omniglot": omniglot, "mini_quickdraw": mini_quickdraw, "cifar_fs": cifar_fs, "mini_imagenet": mini_imagenet,
-          "vgg_flowers": vgg_flowers, "aircraft": aircraft}
-
-
-def read_folder(path: Path, mode: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """A person's own images, path/<class>/<image>: (n, 28, 28[, 3]) uint8, labels, class names."""
-    Image.init()  # for the list of extensions
-    names = sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
-    images, labels = [], []
-    for c, name in enumerate(names):
-        for file in sorted((path / name).iterdir()):
-            if file.suffix.lower() in Image.registered_extensions():
-                sane(path, f"{name}/{file.name}", file.stat().st_size, False)
-                images.append(shrink(picture(path, f"{name}/{file.name}", file.read_bytes(), mode)))
-                labels.append(c)
-        if c not in labels[-1:]:
-            raise Problem(f"{path}/{name} holds no images; every folder in {path} is a class of its own.")
-    if not names:
-        raise Problem(f"{path} holds no folders; put the images of each class into a folder of its own.")
-    return np.stack(images), np.array(labels), names
 
 
 # ---------------------------------------------------------------------------------------------------- Drawing
@@ -458,8 +507,14 @@ def draw_aeroplanes(rng, classes, each=40):
             yield weather(rng, np.asarray(image)), c
 
 
+# ----------------------------------------------------------------------------------------------------- Packing
+
+UNPACK = {"omniglot": omniglot, "omniglot_alphabets": omniglot, "mini_quickdraw": mini_quickdraw,
+          "cifar_fs": cifar_fs, "mini_imagenet": mini_imagenet, "vgg_flowers": vgg_flowers,
+          "aircraft": aircraft}
 DRAW = {
     "generated_characters": draw_characters,
+    "generated_alphabets": draw_characters,
     "generated_doodles": draw_doodles,
     "generated_textures": draw_textures,
     "generated_scenes": draw_scenes,
@@ -467,97 +522,93 @@ DRAW = {
     "generated_aeroplanes": draw_aeroplanes,
 }
 
-# ----------------------------------------------------------------------------------------------------- Packing
+
+def held_out(name: str) -> tuple[set[str], set[str]]:
+    """The classes of a dataset for validation and for test, by name."""
+    if name != "omniglot":
+        return tuple(set(part.split(", ")) for part in SPLITS[name])
+    parts = set(), set()
+    for line in OMNIGLOT.split("; "):
+        alphabet, numbers = line.split(": ")
+        for part, listed in zip(parts, numbers.split(" | ")):
+            part |= {f"{alphabet}/character{int(n):02d}" for n in listed.split() if n != "-"}
+    return parts
 
 
-def pack(name: str, raw: Path | None, data: Path) -> Path:
-    """Write data/<name>.npz: images sorted by class, labels, class names, where they came from."""
-    try:
-        items = sorted(UNPACK[name](raw, data / "raw"), key=lambda item: item[0])
-    except DAMAGE as error:
-        why = str(error).split("\n")[0]
-        raise Problem(f"{name}: its archive is damaged or not in the official layout ({why}); get it again.")
-    names, labels = np.unique([item[0] for item in items], return_inverse=True)
-    if len(names) != CLASSES[name]:
-        raise Problem(f"{name}: the archive holds {len(names)} classes, not {CLASSES[name]}; get it again.")
-    path = data / f"{name}.npz"
+def split_of(name: str, classes: list[str]) -> np.ndarray:
+    """train, val or test for each class."""
+    if name in DRAW:
+        return np.repeat(boml.SPLITS, COUNTS[name])
+    val, test = held_out(name)
+    keys = [c.split("/")[0] if name == "omniglot_alphabets" else c for c in classes]
+    return np.array(["val" if k in val else "test" if k in test else "train" for k in keys])
+
+
+def make(name: str, raw: Path | None, data: Path) -> Path:
+    """Write data/<name>.npz: images sorted by class, labels, classes, split and origin."""
+    if name in DRAW:
+        drawn = DRAW[name](np.random.default_rng(0), sum(COUNTS[name]))
+        items, source = [(f"{c // 10:02d}/{c % 10}", image) for image, c in drawn], "drawn"
+    else:
+        try:
+            items, source = list(UNPACK[name](raw, data / "raw")), "supplied" if raw else "downloaded"
+        except (Problem, Unreachable):
+            raise
+        except Exception as error:  # the readers of archives raise almost anything on bad bytes
+            raise Problem(f"{name}: its archive is damaged or not in the official layout "
+                          f"({brief(error)}); get it again.")
+    items.sort(key=lambda item: item[0])
+    classes, labels = np.unique([item[0] for item in items], return_inverse=True)
+    need(len(classes) == sum(COUNTS[name]), f"{name}: the archive holds {len(classes)} classes, not "
+         f"{sum(COUNTS[name])}; get it again.")
+    split = split_of(name, classes.tolist())
+    found = tuple((split == s).sum() for s in boml.SPLITS)
+    need(found == COUNTS[name], f"{name}: its class names are not the official ones; get it again.")
     data.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(f".{os.getpid()}.tmp"), "wb") as file:
-        np.savez_compressed(
-            file, images=np.stack([i[1] for i in items]), labels=labels.astype(np.int32), names=names,
-            origin=["supplied" if raw else "downloaded", CHECKED.get(name, "none published")])
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path.with_suffix(f".{os.getpid()}.tmp"), path)
-    return path
+    kind = "generated" if name in DRAW else "real"
+    with boml.replacing(data / f"{name}.npz") as file:
+        np.savez_compressed(file, images=np.stack([item[1] for item in items]), split=split,
+                            labels=labels.astype(np.int32), classes=classes, origin=[kind, source])
+    return data / f"{name}.npz"
 
 
-def read_npz(path: Path) -> tuple[np.ndarray, ...]:
-    """images, labels, names and origin of a packed dataset, all checked before any is read into memory."""
-    kinds = {"images": "u", "labels": "iu", "names": "U", "origin": "U"}
-    again = f"delete it and make it again with: bash run.sh data {path.stem}"
+def prepare(name: str, raw: Path | None, data: Path) -> bool:
+    """Make one dataset if it is not there, and print a line about it; False if it cannot be had."""
+    start, path, state = time.time(), data / f"{name}.npz", "ready"
+    row = "{:20}{:>8}{:>9}  {:12}{}".format
     try:
-        with zipfile.ZipFile(path) as archive:
-            for name, kind in kinds.items():
-                with archive.open(f"{name}.npy") as file:
-                    shape, _, dtype = npy_header(file)
-                if dtype.kind not in kind or math.prod(shape) * dtype.itemsize > 4 * LARGEST:
-                    raise ValueError(f"{name} is {dtype} of shape {shape}")
-        with np.load(path, allow_pickle=False) as z:
-            images, labels, names, origin = (z[name] for name in kinds)
-    except FileNotFoundError:
-        raise Problem(f"{path} is not there; make it with: bash run.sh data {path.stem}")
-    except DAMAGE as error:
-        why = str(error).split("\n")[0]
-        raise Problem(f"{path} is damaged ({why}); {again}")
-    sound = images.dtype == np.uint8 and images.shape[1:3] == (28, 28) and images.shape[3:] in ((), (3,))
-    sound = sound and labels.shape == images.shape[:1] and len(labels) and (np.diff(labels.astype(np.int64)) >= 0).all()
-    sound = sound and names.ndim == 1 and len(set(names.tolist())) == len(names)
-    if not sound or set(labels.tolist()) != set(range(len(names))) or origin.shape != (2,):
-        raise Problem(f"{path} does not hold 28x28 uint8 images sorted by class; {again}")
-    return images, labels, names, origin
-
-
-def describe(path: Path) -> list[str]:
-    """Classes, images, source and checksum, as the table shows them."""
-    _, labels, names, origin = read_npz(path)
-    return [f"{len(names):,}", f"{len(labels):,}", *origin]
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise Problem(f"{message}; see --help")
+        if raw or not path.exists():
+            make(name, raw, data)
+            state = f"made in {time.time() - start:.0f} s"
+        _, labels, classes, _, origin = boml.read_npz(path)
+        print(row(name, f"{len(classes):,}", f"{len(labels):,}", origin[1], state), flush=True)
+        return True
+    except Unreachable as error:
+        print(row(name, "-", "-", "-", f"missing: {error}."), flush=True)
+        return False
 
 
 def main(argv: list[str]):
-    parser = Parser(prog="data_prep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="dataset", help="any of " + ", ".join(UNPACK))
+    if argv[:1] == ["for"]:
+        if {"-h", "--help"} & set(argv):
+            return
+        args = boml.parse(argv[1:])
+        for name in args.sequence or ():
+            if name in boml.DATASETS and not prepare(name, None, args.data):
+                prepare(boml.DATASETS[name].stand_in, None, args.data)
+        return
+    parser = boml.Parser("data_prep.py", description=__doc__,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="dataset", help=f"any of {', '.join(COUNTS)}")
     parser.add_argument("--raw", type=Path, help="folder that holds the archives; nothing is downloaded")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder to write <name>.npz to")
+    parser.add_argument("--data", type=Path, default=boml.HERE / "data", help="folder of <name>.npz")
     args = parser.parse_args(argv)
     for name in args.names:
-        if name not in UNPACK:
-            raise Problem(f"{name!r} is not a dataset; choose from {', '.join(UNPACK)}.")
-    if args.raw and not args.raw.is_dir():
-        raise Problem(f"--raw {args.raw} is not a folder.")
-    row = "{:16}{:>8}{:>9}  {:12}{:16}{}".format
-    print(row("dataset", "classes", "images", "source", "checksum", "state"), flush=True)
+        need(name in COUNTS, f"{name!r} is not a dataset; choose from {', '.join(COUNTS)}.")
+    need(not args.raw or args.raw.is_dir(), f"--raw {args.raw} is not a folder.")
     for name in args.names or UNPACK:
-        start, path, state = time.time(), args.data / f"{name}.npz", "ready"
-        try:
-            if not path.exists() or args.raw:
-                path = pack(name, args.raw, args.data)
-                state = f"packed in {time.time() - start:.0f} s"
-            print(row(name, *describe(path), state), flush=True)
-        except Unreachable as error:
-            print(row(name, "-", "-", "-", "-", f"missing: {error}. A generated dataset stands in for it."), flush=True)
+        prepare(name, args.raw, args.data)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (Problem, OSError) as problem:
-        print(f"data_prep: {problem}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    boml.one_sentence(main, sys.argv[1:])

@@ -1,25 +1,37 @@
 #!/usr/bin/env bash
-# bash run.sh triathlon [options]   run an experiment; options as in: bash run.sh --help
-# bash run.sh test                  run the tests
-# bash run.sh bench                 measure boml.py against plain versions of the same work
-# bash run.sh data [--raw DIR]      prepare the datasets, downloaded or from a folder of archives
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=$here/.venv/bin/python
 
-# The pinned packages are listed once, at the top of boml.py; installed once.
+if [ $# -eq 0 ]; then
+  cat <<'TXT'
+bash run.sh triathlon      Omniglot, miniQuickDraw, CIFAR-FS: the main experiment; also pentathlon,
+                           omniglot, or run --sequence A,B,...; options: bash run.sh triathlon --help
+bash run.sh test           run the tests
+bash run.sh report         tables, verdicts and figures of all runs, from their records
+bash run.sh data           prepare the datasets; --raw DIR takes archives from a folder
+bash run.sh bench          measure boml.py against plain versions of the same work
+bash run.sh approximation  measure BomLA's curvature against the exact one
+TXT
+  exit
+fi
+
+# The pinned packages are listed once, at the top of boml.py, and installed once.
 packages=$(sed -n 's|^#   "\(.*\)",$|\1|p' "$here/boml.py")
-if [ "$(cat "$here/.venv/installed" 2>/dev/null)" != "$packages" ]; then
+if [ "$(cat "$here/.venv/installed" 2>/dev/null)" != "$packages" ] || ! "$python" -c '' 2>/dev/null; then
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "run.sh needs Python 3.11 or later" >&2; exit 2; }
   echo "Installing into .venv:" $packages
-  python3 -m venv "$here/.venv"
+  python3 -m venv --clear "$here/.venv"
   "$python" -m pip install --quiet --disable-pip-version-check $packages
   echo "$packages" > "$here/.venv/installed"
 fi
 
-case ${1:-triathlon} in
+case $1 in
   test) exec "$python" -m pytest "$here/test_boml.py" -q "${@:2}" ;;
-  bench) exec "$python" "$here/test_boml.py" ;;
+  bench | approximation) exec "$python" "$here/test_boml.py" "$@" ;;
   data) exec "$python" "$here/data_prep.py" "${@:2}" ;;
+  triathlon | pentathlon | omniglot | run)
+    "$python" "$here/data_prep.py" for "$@"
+    exec "$python" "$here/boml.py" "$@" --generated ;;
 esac
-exec "$python" "$here/boml.py" "${@:-triathlon}" --prepare
+exec "$python" "$here/boml.py" "$@"
