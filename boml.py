@@ -39,7 +39,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads: 15x slo
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages: fewer page faults
 
 import argparse, atexit, contextlib, dataclasses, fcntl, hashlib, html, itertools, json
-import math, multiprocessing, signal, subprocess, sys, time, zipfile
+import math, multiprocessing, re, signal, subprocess, sys, time, zipfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -1200,173 +1200,175 @@ def lock(folder: Path):
 # Table, verdicts and figure are made from the records on disk.
 
 
-def read_records(folder: Path, settings: str | None = None) -> dict[tuple[str, int], list[dict]]:
+def read_records(folder, settings=None):
     """The rows of each record in the folder, by variant and seed; what cannot be used is named."""
-    runs = {}
+    runs, order = {}, list(METHODS)
     for path in sorted(folder.glob("*/record.jsonl")):
         try:
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             for r in rows:
-                need(0 <= r["accuracy"] <= 1 and 0 < r["iteration"] <= r["iterations"] and r["newest"]
-                     and r["evaluated"] in r["datasets"], "a value in it is impossible")
                 need(settings in (None, r["settings"]), "its settings are others")
-            runs[label_of(r["variant"]) and r["variant"], r["seed"]] = rows
+                need(0 <= r["accuracy"] <= 1 and 0 < r["iteration"] <= r["iterations"] and r["newest"]
+                     and r["evaluated"] in r["datasets"] and label_of(r["variant"]), "impossible values")
+            runs[r["variant"], r["seed"]] = rows
         except Exception as error:  # a foreign file can hold anything
             print(f"left out: {path} ({brief(error)})")
-    order = list(METHODS)
     return dict(sorted(runs.items(), key=lambda run: (order.index(run[0][0].split("@")[0]), run[0])))
 
 
-def label_of(variant: str) -> str:
+def label_of(variant):
     method, _, weight = variant.partition("@")
     return METHODS[method].label + (f", lambda = {weight}" if weight else "")
 
 
-def accuracies(rows: list[dict]) -> dict[str, float]:
-    """A run's accuracies in %, right after each dataset's own stage and at the end, alone and as means
-    over some; nan where the run has not come that far."""
-    names, T = rows[0]["datasets"], rows[0]["stages"]
+def accuracies(rows):
+    """A run's accuracies in % by name, nan where it has not come that far: "own X" right after X's
+    own stage, "end X" after the last; X a dataset or a mean: over the past, new ones, the last, all.
+    "early last" is after J iterations on the last, which only Train-On-Everything exceeds."""
+    names, T, q = rows[0]["datasets"], rows[0]["stages"], max(1, rows[0]["stages"] // 4)
     at = {(r["stage"], r["evaluated"]): r["accuracy"] for r in rows if r["iteration"] == r["iterations"]}
-    own, end, q = [(j, n) for j, n in enumerate(names, 1)], [(T, n) for n in names], max(1, T // 4)
-    groups = {"own past": own[:-1], "own new": own[1:], "end past": end[:-1], "end last": end[-1:],
-              "end all": end, "first tasks": [(t, names[0]) for t in range(1, q + 1)],
-              "last tasks": [(t, names[0]) for t in range(T - q + 1, T + 1)]}
-    groups |= {f"own {n}": [(j, n)] for j, n in own} | {f"end {n}": [(T, n)] for n in names}
-    groups |= {f"after task {t}": [(t, names[0])] for t in range(1, T + 1)}
-    found = {name: np.mean([at.get(p, math.nan) for p in points]) for name, points in groups.items()}
-    early = [r["accuracy"] for r in rows if r["iteration"] == r["newest"]
-             and (r["stage"], r["evaluated"]) == (T, names[-1])]  # only toe trains for longer
-    return {name: 100 * value for name, value in (found | {"early last": np.mean(early)}).items()}
+    at |= {(T, "early"): r["accuracy"] for r in rows if r["iteration"] == r["newest"]
+           and (r["stage"], r["evaluated"]) == (T, names[-1])}
+    tasks, own, end = [(t, names[0]) for t in range(1, T + 1)], list(enumerate(names, 1)), [(T, n) for n in names]
+    points = {"own past": own[:-1], "own new": own[1:], "end past": end[:-1], "end last": end[-1:],
+              "end all": end, "early last": [(T, "early")], "first tasks": tasks[:q], "last tasks": tasks[-q:]}
+    points |= {f"own {n}": [(j, n)] for j, n in own} | {f"end {n}": [(T, n)] for n in names}
+    points |= {f"after task {t}": [(t, n)] for t, n in tasks}
+    return {key: 100 * float(np.mean([at.get(p, math.nan) for p in ps])) for key, ps in points.items() if ps}
 
 
-def half_width(values) -> float:
+def half_width(values):
     """Half of the mean's 95 % interval by Student's t; infinite for fewer than three values."""
     t = {3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31}.get(len(values), 2.26)
     return t * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 2 else math.inf
 
 
-def table(runs: dict, names: list[str], T: int) -> str:
+def table(runs, names, T):
     """Right after each dataset's own stage -> after the last; or at four points of a task sequence."""
     columns = {n: [f"own {n}", f"end {n}"][n == names[-1] :] for n in names}
     if T != len(names):
-        columns = {f"after task {t}": [f"after task {t}"] for t in quarters(T)}
+        columns = {key: [key] for key in (f"after task {t}" for t in quarters(T))}
     lines = [f"| method | seeds | {' | '.join(columns)} |", "|-" * (2 + len(columns)) + "|"]
     for variant in dict.fromkeys(variant for variant, _ in runs):
         seeds, cells = [accuracies(rows) for (v, _), rows in runs.items() if v == variant], []
-        for parts in columns.values():
-            values = [[s[part] for s in seeds if s[part] == s[part]] for part in parts]  # without nan
+        for keys in columns.values():
+            values = [[s[key] for s in seeds if s[key] == s[key]] for key in keys]  # nan is not itself
             cell = " -> ".join(f"{np.mean(v):.1f}" if v else "..." for v in values)
             cells.append(cell + (f" ± {half_width(values[-1]):.1f}" if len(values[-1]) > 2 else ""))
         lines.append(f"| {label_of(variant)} | {len(seeds)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def quarters(T: int) -> list[int]:
+def quarters(T):
     return sorted({max(1, T * q // 4) for q in (1, 2, 3, 4)})
 
 
-MORE, LITTLE = (0, math.inf), (-math.inf, 3)  # points of accuracy
-CLAIMS = [  # section, claim, one accuracy, minus another, and the range that counts for the claim
-    ("6.1", "maml forgets the past", "maml own past", "maml end past", MORE),
-    *(("6.1", f"{m} forgets almost nothing", f"{m} own past", f"{m} end past", LITTLE)
-      for m in ("bomla", "bomvi", "toe")),
-    *(("6.1", f"{m} keeps more of the past than maml", f"{m} end past", "maml end past", MORE)
-      for m in ("bomla", "bomvi")),
-    *(("6.1", f"{m} pays a little on the last dataset", "maml end last", f"{m} end last", (0, 10))
-      for m in ("bomla", "bomvi")),
-    *(("6.1", f"maml learns new datasets better than {m}", "maml own new", f"{m} own new", MORE)
-      for m in ("bomla", "bomvi", "ftml")),
-    ("6.1", "toe needs more iterations than maml", "maml end last", "toe early last", MORE),
-    *(("6.1", f"bomla ends above {m} on average", "bomla end all", f"{m} end all", MORE)
-      for m in ("bomvi", "ftml")),
-    *(("C.3", f"lambda = 100 ends above {w} on average", "bomla end all", f"bomla@{w} end all", MORE)
-      for w in (1, 1000)),
-    ("C.3", "lambda = 1000 keeps more than 1", "bomla@1000 end past", "bomla@1 end past", MORE),
-    ("C.3", "lambda = 1 learns more than 1000", "bomla@1 own new", "bomla@1000 own new", MORE),
-]
-TASK_CLAIMS = [  # of a task sequence: its first quarter and its last
-    *(("6.2", f"{m} gathers few-shot ability", f"{m} last tasks", f"{m} first tasks", MORE)
-      for m in ("bomla", "bomvi", "maml")),
-    ("6.2", "toe gains nothing on the way", "toe last tasks", "toe first tasks", LITTLE),
-    *(("6.2", f"{m} ends above {other}", f"{m} last tasks", f"{other} last tasks", MORE)
-      for m, other in (("bomla", "maml"), ("bomla", "ftml"), ("bomvi", "maml"), ("bomvi", "ftml"),
-                       ("bomla", "bomvi"), ("bomla", "bomla@1"), ("bomla", "bomla@100"))),
-]
+CLAIMS = """
+6.1 maml own past > maml end past
+6.1 bomla own past < bomla end past + 3
+6.1 bomvi own past < bomvi end past + 3
+6.1 toe own past < toe end past + 3
+6.1 bomla end past > maml end past
+6.1 bomvi end past > maml end past
+6.1 bomla end last < maml end last
+6.1 bomvi end last < maml end last
+6.1 bomla end last > maml end last + -10
+6.1 bomvi end last > maml end last + -10
+6.1 maml own new > bomla own new
+6.1 maml own new > bomvi own new
+6.1 maml own new > ftml own new
+6.1 maml end last > toe early last
+6.1 bomla end all > bomvi end all
+6.1 bomla end all > ftml end all
+C.3 bomla end all > bomla@1 end all
+C.3 bomla end all > bomla@1000 end all
+C.3 bomla@1000 end past > bomla@1 end past
+C.3 bomla@1 own new > bomla@1000 own new
+"""  # what the paper says, by section: past datasets, new ones, the last, all; in points
+TASK_CLAIMS = """
+6.2 bomla last tasks > bomla first tasks
+6.2 bomvi last tasks > bomvi first tasks
+6.3 maml last tasks > maml first tasks
+6.2 toe last tasks < toe first tasks + 3
+6.2 bomla last tasks > maml last tasks
+6.2 bomla last tasks > ftml last tasks
+6.2 bomvi last tasks > maml last tasks
+6.2 bomvi last tasks > ftml last tasks
+6.2 bomla last tasks > bomvi last tasks
+6.2 bomla last tasks > bomla@1 last tasks
+6.2 bomla last tasks > bomla@100 last tasks
+"""  # a quarter of the sequence each
 
 
-def verdicts(runs: dict, claims: list) -> str:
-    """Each claim: its effect, paired by seed, and whether its 95 % interval lies in the range."""
-    lines = ["| section | claim | effect | seeds | verdict |", "|-|-|-|-|-|"]
+def verdicts(runs, claims):
+    """Each claim, with left minus right paired by seed; it holds or fails if the 95 % interval of
+    that, less the margin, lies on one side of zero."""
+    lines = ["| section | claim | left - right | seeds | verdict |", "|-|-|-|-|-|"]
     found = {key: accuracies(rows) for key, rows in runs.items()}
-    for section, claim, plus, minus, (low, high) in claims:
-        (a, part_a), (b, part_b) = plus.split(" ", 1), minus.split(" ", 1)
-        effects = [found[a, seed][part_a] - found[b, seed][part_b]
-                   for v, seed in found if v == a and (b, seed) in found]
-        effects = [e for e in effects if e == e]  # without nan: not finished
-        effect, half = sum(effects) / max(len(effects), 1), half_width(effects)
-        holds = low < effect - half and effect + half < high
-        fails = effect + half <= low or effect - half >= high
-        verdict = "holds" if holds else "fails" if fails else "inconclusive"
-        shown = f"{effect:+.1f} ± {half:.1f}" if effects else "not run"
-        lines.append(f"| {section} | {claim} | {shown} | {len(effects)} | {verdict} |")
+    pattern = r"(\S+) (\S+) (\w+ \w+) ([<>]) (\S+) (\w+ \w+)(?: \+ (-?\d+))?"
+    for section, a, key_a, sign, b, key_b, margin in re.findall(pattern, claims):
+        pairs = [(found[a, s][key_a], found[b, s][key_b]) for v, s in found if v == a and (b, s) in found]
+        apart = [x - y for x, y in pairs if x == x and y == y]  # both have come that far
+        mean, half = sum(apart) / max(len(apart), 1), half_width(apart)
+        clear = abs(mean - int(margin or 0)) > half
+        verdict = ("holds" if (mean > int(margin or 0)) == (sign == ">") else "fails") if clear else "inconclusive"
+        claim = f"{a} {key_a} {sign} {b} {key_b}" + (f" + {margin}" if margin else "")
+        lines.append(f"| {section} | {claim} | {mean:+.1f} ± {half:.1f} | {len(apart)} | {verdict} |")
     return "\n".join(lines)
 
 
-def figure(runs: dict, names: list[str], T: int, title: str, way: int) -> str:
+def figure(runs, names, T, title, way):
     """Accuracy along the training, as SVG: a panel per dataset, its own stage shaded, chance dashed; a
     line per variant, with a band of one standard deviation over seeds."""
     width, height, y, svg = 800, 140 if len(names) > 1 else 300, 16, []
-    other = itertools.cycle(["#e69f00", "#56b4e9", "#8c564b", "#7f7f7f"])
-    variants = dict.fromkeys(variant for variant, _ in runs)
-    colours = {v: next(other) if "@" in v else METHODS[v].colour for v in variants}
+    others = itertools.cycle(["#e69f00", "#56b4e9", "#8c564b", "#7f7f7f"])
+    colours = {v: METHODS[v].colour if v in METHODS else next(others) for v in dict.fromkeys(v for v, _ in runs)}
 
-    def path(d, more="", stroke="none", fill="none"):
-        svg.append(f"<path d='{d}' stroke='{stroke}' fill='{fill}' {more}/>")
+    def draw(d, stroke="none", fill="none", more=""):
+        svg.append(f"<path d='M{d}' stroke='{stroke}' fill='{fill}' {more}/>")
 
     def write(words, x, y, more=""):
-        svg.append(f"<text transform='translate({x:.0f} {y:.0f}) {more}>{html.escape(words)}</text>")
+        svg.append(f"<text x='{x:.0f}' y='{y:.0f}' {more}>{html.escape(words)}</text>")
 
     def place(t, a):
         return f"{40 + width * t / T:.1f} {y + height * (1 - a):.1f}"
 
-    write(title, 40, y, "' font-size='14'")
-    for n, v in enumerate(variants):
-        y += 20 * (n % 4 == 0)
-        path(f"M{40 + 200 * (n % 4)} {y - 4}h20", "stroke-width='3'", colours[v])
-        write(label_of(v), 65 + 200 * (n % 4), y, "'")
+    write(title, 40, y, "font-size='14'")
+    for n, (v, colour) in enumerate(colours.items()):
+        y += 18 * (n % 4 == 0)
+        write(label_of(v), 40 + 200 * (n % 4), y, f"font-weight='bold' fill='{colour}'")
+    y += 12
     for j, name in enumerate(names):
-        y += 18 if j == 0 else height + 18
         if T == len(names):
-            path(f"M{place(j, 0)}L{place(j + 1, 0)}L{place(j + 1, 1)}L{place(j, 1)}", fill="#eee")
+            draw("L".join((place(j, 0), place(j + 1, 0), place(j + 1, 1), place(j, 1))), fill="#eee")
         for tick in (0, 20, 40, 60, 80, 100):
-            path(f"M{place(0, tick / 100)}h{width}", stroke="#ddd")
-            write(str(tick), 34, y + height * (1 - tick / 100) + 4, "' text-anchor='end'")
-        path(f"M{place(0, 1 / way)}h{width}", "stroke-dasharray='4'", "#999")
-        for v in variants:
-            points = defaultdict(list)  # what starts from scratch has a line for each stage
+            draw(f"{place(0, tick / 100)}h{width}", "#ddd")
+            write(str(tick), 14, y + height * (1 - tick / 100) + 4)
+        draw(f"{place(0, 1 / way)}h{width}", "#999", more="stroke-dasharray='4'")
+        for v, colour in colours.items():
+            points = defaultdict(list)
             for r in (r for (u, _), rows in runs.items() if u == v for r in rows if r["evaluated"] == name):
-                line = r["stage"] if METHODS[r["method"]].from_scratch else 0
+                line = r["stage"] if METHODS[r["method"]].from_scratch else 0  # one line, or one per stage
                 points[line, r["stage"] - 1 + r["iteration"] / r["iterations"]].append(r["accuracy"])
-            for line in sorted({line for line, _ in points}):
+            for line in {line for line, _ in points}:
                 found = [(t, np.mean(a), np.std(a)) for (l, t), a in sorted(points.items()) if l == line]
                 band = [place(t, a + s) for t, a, s in found] + [place(t, a - s) for t, a, s in found[::-1]]
-                path("M" + "L".join(band), "opacity='0.2'", fill=colours[v])
-                path("M" + "L".join(place(t, a) for t, a, _ in found), "stroke-width='2'", colours[v])
-        write(name, 46, y + 14, "' font-weight='bold'")
-    y += height + 16
+                draw("L".join(band), fill=colour, more="opacity='0.2'")
+                draw("L".join(place(t, a) for t, a, _ in found), colour, more="stroke-width='2'")
+        write(name, 46, y + 14, "font-weight='bold'")
+        y += height + 16
     for t in range(1, T + 1) if T == len(names) else quarters(T):
-        words = names[t - 1] if T == len(names) else f"task {t}"
-        write(words, 40 + width * t / T, y, "rotate(-20)' text-anchor='end'")
-    return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width + 60} {y + 60}' font-size='12' "
-            "font-family='sans-serif'><rect width='100%' height='100%' fill='white'/>\n"
-            + "\n".join(svg) + "\n</svg>\n")
+        x = 40 + width * t / T
+        write(names[t - 1] if T == len(names) else f"task {t}", x, y, f"text-anchor='end' transform='rotate(-15 {x} {y})'")
+    return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width + 60} {y + 50}' font-size='12' "
+            "font-family='sans-serif'><rect width='100%' height='100%' fill='white'/>\n" + "\n".join(svg) + "</svg>\n")
 
 
-def heading(row: dict) -> str:
+def heading(row):
     return f"{row['experiment']}, {row['data']} data, {row['schedule']} schedule"
 
 
-def report(folder: Path, settings: str | None = None) -> str:
+def report(folder, settings=None):
     """Write report.md and accuracy.svg from the records in the folder; returns the table."""
     runs = read_records(folder, settings)
     if not runs:
@@ -1374,7 +1376,7 @@ def report(folder: Path, settings: str | None = None) -> str:
     first = next(iter(runs.values()))[0]
     names, T, title = first["datasets"], first["stages"], heading(first)
     text = f"{title}: accuracy in %, 95 % intervals over seeds\n\n{table(runs, names, T)}\n"
-    claims = [] if first["experiment"] == "run" else CLAIMS if T == len(names) else TASK_CLAIMS
+    claims = "" if first["experiment"] == "run" else CLAIMS if T == len(names) else TASK_CLAIMS
     with replacing(folder / "report.md") as file:
         file.write(f"{text}\n{verdicts(runs, claims)}\n".encode())
     with replacing(folder / "accuracy.svg") as file:
