@@ -58,12 +58,20 @@ class Problem(Exception):
     """Something the user can put right: shown as one sentence, exit status 2."""
 
 
-def need(condition, sentence: str):
+def need(condition, sentence):
     if not condition:
         raise Problem(sentence)
 
 
-def brief(error: Exception) -> str:
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def check(name, value, low):
+    need(low <= value <= 10**6, f"{flag(name)} is {value}; it must be from {low} to 1000000.")
+
+
+def brief(error):
     return (str(error).splitlines() or [type(error).__name__])[0][:100]
 
 
@@ -94,8 +102,8 @@ class Config:
     hessian_tasks: int = option(5000, "tasks for a dataset's curvature (BomLA)")
     averaging: str = option("averages", "over tasks: of factors, or of products of factors as in "
                             "the paper (BomLA)", choices=("averages", "products"))
-    jacobian_rate: float | None = option(None, "rate in the adaptation's Jacobian instead of alpha; "
-                                         "1 is the paper's, 0 leaves the Jacobian out (BomLA)")
+    jacobian_rate: float | None = option(None, "rate in the adaptation's Jacobian, if not alpha; "
+                                         "the paper has 1, 0 is no Jacobian (BomLA)")
     merge_rank: int = option(1, "Kronecker pairs kept per layer; 0 keeps all (BomLA)", 0)
     exact_labels: bool = option(False, "expectation over labels in the Fisher, not a draw (BomLA)")
     support_hessian: bool = option(False, "add the support loss's curvature (BomLA)")
@@ -106,6 +114,13 @@ class Config:
     kl_weight: str = option("authors", "weight of the KL: paper, 1/(N Q) as in Eq. 14; authors, "
                             "1/48000; or a number (BomVI)")
     tasks: int = option(230, "tasks in the Omniglot sequence")
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, low = getattr(self, field.name), field.metadata["low"]
+            if isinstance(value, (int, float)):
+                check(field.name, value, low if low is not None else int(field.type is int))
+        kl_weight(self)
 
 
 class Setting(NamedTuple):
@@ -164,7 +179,7 @@ SCHEDULES = {
 
 # --------------------------------------------------------------------------------------------- Data
 # data_prep.py packs or draws each dataset as data/<name>.npz: images (n, 28, 28[, 3]) uint8, labels
-# (n,), classes: their names, split: "train", "val" or "test" for each class, origin: its kind first.
+# (n,), classes: their names, split: "train", "val" or "test" for each, origin: first its kind.
 
 SPLITS = ("train", "val", "test")
 Image.MAX_IMAGE_PIXELS = None  # read_image has a limit of its own, with a clearer message
@@ -188,7 +203,7 @@ def read_npz(path: Path) -> tuple:
         with np.load(path, allow_pickle=False) as z:
             arrays = tuple(z[k] for k in ("images", "labels", "classes", "split", "origin"))
         images, labels, classes, split, _ = arrays
-        need(images.dtype == np.uint8 and images.shape[1:] in ((28, 28), (28, 28, 3)), "wrong images")
+        need(images.dtype == np.uint8 and images.shape[1:] in ((28, 28), (28, 28, 3)), "no images")
         need(np.array_equal(np.unique(labels), np.arange(len(classes))), "wrong labels")
         need(len(images) == len(labels) and len(set(classes.tolist())) == len(split), "wrong sizes")
         need(set(split.tolist()) <= set(SPLITS), "wrong split")
@@ -227,8 +242,8 @@ def read_folder(path: Path, cfg: Config) -> tuple:
     """
     classes = sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != ".")
     n, images, labels, skipped = len(classes), [], [], Counter()
-    need(n >= 2 * cfg.way, f"{path} has {n} class folders, and --way {cfg.way} needs {2 * cfg.way}; "
-         f"add classes, or use --way {max(n // 2, 2)}.")
+    need(n >= 2 * cfg.way, f"{path} has {n} class folders; --way {cfg.way} needs {2 * cfg.way}; "
+         f"add some, or use --way {max(n // 2, 2)}.")
     for c, name in enumerate(classes):
         for file in sorted((path / name).iterdir()):
             if file.suffix.lower() in Image.registered_extensions():
@@ -279,8 +294,8 @@ def load_sequence(names, per_dataset: dict, cfg: Config, folder: Path, device="c
         colours, count = data.images.shape[1], (data.rows >= 0).sum(1)
         need(colours in (1, cfg.channels), f"{data.name} needs --channels {colours}.")
         fewest, smallest = int(count.min()), data.classes[int(count.argmin())]
-        need(fewest >= cfg.shot + cfg.query, f"{data.name} has a class of {fewest} images, {smallest}, "
-             f"too few for --shot {cfg.shot} and --query {cfg.query}; use smaller ones.")
+        need(fewest >= cfg.shot + cfg.query, f"{data.name} has a class of {fewest} images, "
+             f"{smallest}, too few for --shot {cfg.shot} and --query {cfg.query}; lower them.")
         n = min(len(data.splits["train"]), len(data.splits[cfg.split]))
         need(n >= cfg.way, f"{data.name} has {n} classes for training or {cfg.split}, too few for "
              f"--way {cfg.way}; use {n} or fewer.")
@@ -310,7 +325,7 @@ def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset],
             tasks.append(data._replace(name=f"{alphabet} {k + 1}", splits={"train": chosen}))
     unseen = {s: index([c for c in data.splits[s].tolist() if len(members[names[c]]) >= cfg.way])
               for s in ("val", "test")}
-    need(tasks and len(unseen[cfg.split]), f"no alphabet has --way {cfg.way} characters; use fewer.")
+    need(tasks and len(unseen[cfg.split]), f"no alphabet has {cfg.way} characters; lower --way.")
     alphabet = index([list(members).index(a) for a in names])
     judge = data._replace(name="unseen alphabets", splits=unseen, alphabet=alphabet)
     return tasks[: cfg.tasks], judge
@@ -381,9 +396,9 @@ def plain_network(p: Params, x: Tensor) -> Tensor:
     return F.linear(x.flatten(1), p["linear.weight"], p["linear.bias"])
 
 
-# The fast form takes 1.5 to 1.9 times less time than a loop over tasks (bash run.sh bench). Parameters
-# have a task axis (T, ...), and T networks run as one, as the groups of a grouped convolution; on
-# (B, T*C, H, W) native batch norm keeps the statistics of different tasks apart.
+# Its fast form takes 1.5 to 1.9 times less time than a loop over tasks (bash run.sh bench). Each
+# parameter has a task axis (T, ...), and T networks run as one, as groups of a grouped convolution;
+# on (B, T*C, H, W) native batch norm keeps the statistics of the tasks apart.
 
 
 def layer(p: Params, name: str, x: Tensor) -> Tensor:
@@ -415,7 +430,7 @@ def first_block(p: Params, x: Tensor) -> Tensor:
     scale = p["norm1.weight"] * (((w @ covariance) * w).sum(2) + 1e-5).rsqrt()  # (T, O)
     h = (u.mT @ (w * scale[..., None]).mT).view(T * B, H, W, -1).permute(0, 3, 1, 2)
     h = F.max_pool2d(h, 2)
-    if h.requires_grad:  # the pool's gradient in the pool's own layout, or it copies all of its input
+    if h.requires_grad:  # a gradient in another layout would make the pool copy all of its input
         h.register_hook(lambda g: g.contiguous(memory_format=torch.channels_last))
     h = h.unflatten(0, (T, B)) + p["norm1.bias"][:, None, :, None, None]
     return h.transpose(0, 1).flatten(1, 2)
@@ -424,7 +439,7 @@ def first_block(p: Params, x: Tensor) -> Tensor:
 def network(p: Params, x: Tensor, apply=layer, twice=False) -> Tensor:
     """Logits (T, B, N) of T networks, each on its own images x (T, B, C, 28, 28).
 
-    `apply` can stand in for `layer`, to watch the layers or to add noise. `twice`: the logits will be
+    `apply` can stand in for `layer`, to watch the layers or to add noise. `twice`: they will be
     differentiated twice, where the channels-last layout, otherwise the faster one, is slow.
     """
     T, layout = len(x), torch.contiguous_format if twice else torch.channels_last
@@ -440,7 +455,7 @@ def network(p: Params, x: Tensor, apply=layer, twice=False) -> Tensor:
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """Mean over the images of each task: (T, B, N), (T, B) -> (T,)."""
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
+    return F.cross_entropy(logits.mT, y, reduction="none").mean(1)
 
 
 # --------------------------------------------------------------------------------------------- MAML
@@ -509,8 +524,8 @@ RANK, RANKS, LOCAL_RANK = (int(os.environ[v]) for v in VARIABLES) if TORCHRUN el
 def start_ranks(cfg: Config, device: str):
     if TORCHRUN:
         torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
-        need(min(cfg.eval_tasks, cfg.hessian_tasks) >= RANKS, f"{RANKS} processes are more than the "
-             "tasks of an evaluation or a curvature.")
+        need(min(cfg.eval_tasks, cfg.hessian_tasks) >= RANKS, f"{RANKS} processes are more than an "
+             "evaluation or a curvature has tasks.")
         sys.stdout = open(os.devnull, "w") if RANK else sys.stdout
         atexit.register(torch.distributed.destroy_process_group)  # or torch may abort at the exit
 
@@ -534,10 +549,8 @@ def wait_for_ranks():
 
 
 # --------------------------------------------------------------------------------------- Posteriors
-
-
-# The objectives, Eqs. 8 and 14, sum log-likelihoods over images. They are divided by the N Q query
-# images here: a mean over the query set, K/Q times a mean over the support set, and the prior's term.
+# The objectives, Eqs. 8 and 14, sum log-likelihoods over images. Here they are divided by the N Q
+# query images: a mean over the query set, K/Q times a mean over the support set, the prior's term.
 
 
 class Posterior:
@@ -577,14 +590,14 @@ class Posterior:
 
 
 # ------------------------------------------------------------------------------------------ Laplace
-# BomLA: theta ~ N(mean, precision^-1), the precision with a block for each layer. A block is a sum of
-# Kronecker products that is never formed: (A (x) G) vec(D) = vec(G D A') (Eq. 24), where the matrix D
-# holds the layer's parameters:
-#   conv    D (O, 9C), in the order of F.unfold: channel, row, column    A (9C, 9C)      G (O, O)
-#   linear  D (N, features + 1), the bias last                           A (D+1, D+1)    G (N, N)
-#   norm    D (C, 2), scale and shift                                    one block (2, 2) per channel
+# BomLA: theta ~ N(mean, precision^-1), the precision with a block for each layer. A block is a sum
+# of Kronecker products that is never formed: (A (x) G) vec(D) = vec(G D A') (Eq. 24), where the
+# matrix D (O, P) holds the layer's parameters, A is (P, P) and G is (O, O):
+#   conv    D (O, 9C), in the order of F.unfold: channel, row, column
+#   linear  D (N, features + 1), the bias last
+#   norm    D (C, 2), scale and shift; the block is not a product but (C, 2, 2), one per channel
 
-Block = tuple[Tensor, ...]  # (A, G), with a leading axis of pairs where they are summed; or (blocks,)
+Block = tuple[Tensor, ...]  # (A, G), with a leading axis where pairs are summed; or (blocks,)
 
 
 def layers_of(p: Params) -> list[str]:
@@ -599,12 +612,11 @@ def to_matrix(p: Params, name: str) -> Tensor:
 
 
 def patch_gram(x: Tensor, T: int) -> Tensor:
-    """patches(x) patches(x)', by 25 autocorrelations instead of 81 products: K-FAC is 1.7x as fast.
+    """patches(x) patches(x)' by 25 autocorrelations instead of 81 products: K-FAC is 1.7x as fast.
 
     Entry (c, i, j), (c', i', j') sums x[c, p] x[c', p + d] over the locations p that cell (i, j) of
-    the patch visits, and would depend on d = (i' - i, j' - j) alone if that were all of x. But cell 0
-    misses the last row and cell 2 the first, which it counts as padding; this makes a difference
-    where the other cell does not see padding then, that is for i' = i. Columns likewise.
+    the patch visits: it depends on d = (i' - i, j' - j) alone, but for the border. Cell 0 never
+    visits the last row and cell 2 never the first, which matters where i' = i. Columns likewise.
     """
     C = x.shape[1] // T
     shift = torch.arange(3)[None] - torch.arange(3)[:, None] + 2  # (i, i') -> d + 2
@@ -638,27 +650,25 @@ def input_factor(name: str, x: Tensor, T: int) -> Tensor:
 def output_factor(name: str, x: Tensor, g: Tensor, T: int) -> Tensor:
     """G (T, O, O): the mean over images and locations of g g', where g is the output's gradient.
 
-    Batch norm: blocks (T, C, 2, 2), the outer product of the gradient in (scale, shift), summed over
-    the batch, divided by its size. (An image's own gradient would not do: through the statistics of
-    later layers it holds the losses of all images.)
+    Batch norm: (T, C, 2, 2), the outer product of the batch's summed gradient in (scale, shift),
+    divided by B. (Image by image would be wrong: the statistics mix the losses of all images.)
     """
     if name.startswith("conv"):
         g = g.unflatten(1, (T, -1)).permute(1, 2, 0, 3, 4).flatten(2)  # (T, O, B*H*W)
         return g @ g.mT / g.shape[2]
     if name.startswith("norm"):
         normal = F.batch_norm(x, None, None, training=True)
-        sums = torch.stack([(g * normal).sum((0, 2, 3)), g.sum((0, 2, 3))], -1).unflatten(0, (T, -1))
-        return sums[..., None] * sums[..., None, :] / len(x)  # from (T, C, 2)
+        g = torch.stack([(g * normal).sum((0, 2, 3)), g.sum((0, 2, 3))], -1).unflatten(0, (T, -1))
+        return g[..., None] * g[..., None, :] / len(x)  # from (T, C, 2)
     return g.mT @ g / g.shape[1]
 
 
 def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> dict[str, Block]:
     """Eqs. 10, 21 to 23: K-FAC of T networks on their inputs x (T, B, ...), a block for each layer.
 
-    The labels are the model's own, never the data's. Either one draw, by uniform numbers u (T, B); or
-    `exact`, the expectation, by the N gradients sqrt(p_c) (p - e_c), whose outer products sum to
-    diag(p) - pp'. Batch norm mixes images: the mixed terms vanish on average because draws are
-    independent, or because the exact gradients have random signs, by u.
+    Labels are the model's own, never the data's: one draw, by uniform numbers u (T, B); or `exact`,
+    the expectation, by N gradients sqrt(p_c) (p - e_c), whose outer products sum to diag(p) - pp'.
+    Batch norm mixes images: independent draws, or random signs by u, keep mixed terms at zero.
     """
     seen = {}
 
@@ -704,9 +714,8 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
     parameters, seen from theta through the adaptation's Jacobian I - a H; a block for each layer.
 
     DIFFERS: the paper has a = 1 (Eq. 12), but one step of SGD has a = alpha.
-    The mean over tasks is of the factors, which keeps the result positive semi-definite, or of their
-    products, as in the paper. A batch is x_s, y_s, x_q, y_q and the uniform numbers by which labels
-    are drawn for both sets.
+    The mean over tasks is of factors, which keeps the result positive semi-definite, or of their
+    products, as in the paper. A batch is x_s, y_s, x_q, y_q and uniform numbers to draw labels by.
     """
     products, tasks, support_sums, query_sums = cfg.averaging == "products", 0, {}, {}
 
@@ -726,7 +735,8 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
         tasks += len(x_s)
     tasks, blocks = sum_over_ranks([x_s.new_tensor(tasks)])[0], {}
     for name in support_sums:
-        s, q = (tuple(f / tasks for f in sum_over_ranks(sums[name])) for sums in (support_sums, query_sums))
+        s = tuple(f / tasks for f in sum_over_ranks(support_sums[name]))
+        q = tuple(f / tasks for f in sum_over_ranks(query_sums[name]))
         blocks[name] = q if products else sandwich(s, q, a)
         if cfg.support_hessian:
             blocks[name] = add_blocks(blocks[name], s if len(s) == 1 else tuple(f[None] for f in s))
@@ -773,7 +783,7 @@ class Laplace(Posterior):
         self.blocks: dict[str, Block] = {}  # the precision, less Lambda_0
 
     def penalty(self, theta):
-        """1/2 (theta - mu)' Lambda (theta - mu), the last term of Eq. 8, and Lambda (theta - mu)."""
+        """The last term of Eq. 8, 1/2 (theta - mu)' Lambda (theta - mu), and its gradient."""
         value, inner = 0.0, 0.0
         for name in layers_of(theta):
             W = to_matrix(theta, name)
@@ -798,8 +808,8 @@ class Laplace(Posterior):
         new = adapted_curvature(theta, batches, alpha, setting.inner_steps, a, cfg)
         self.mean = {n: v.detach().clone() for n, v in theta.items()}
         for name, block in new.items():
-            need(all(f.isfinite().all() for f in block), f"the curvature of {data.name} is not finite "
-                 f"in {name}; try a smaller --outer-rate or --jacobian-rate.")
+            finite = all(f.isfinite().all() for f in block)
+            need(finite, f"the curvature of {data.name} in {name} is not finite; lower --outer-rate.")
             block = (*block[:-1], block[-1] * cfg.past_weight)
             block = add_blocks(self.blocks[name], block) if name in self.blocks else block
             self.blocks[name] = merge(block, cfg.merge_rank, clip=cfg.averaging == "products")
@@ -812,9 +822,9 @@ class Laplace(Posterior):
 
 
 # -------------------------------------------------------------------------------------- Variational
-# BomVI: theta ~ N(mean, diag(variance)), where the mean is what is called theta elsewhere. Not weights
-# are sampled but pre-activations, each from the normal distribution that random weights give it (local
-# reparameterisation), and batch norm's scale and shift, anew for each image.
+# BomVI: theta ~ N(mean, diag(variance)), where the mean is what is called theta elsewhere. Not
+# weights but pre-activations are sampled, from the normal distribution that random weights give them
+# (local reparameterisation); and batch norm's scale and shift, for each image.
 
 
 def noisy_layer(variance: Params, rngs: list):
@@ -827,11 +837,12 @@ def noisy_layer(variance: Params, rngs: list):
 
     def noisy(p: Params, name: str, x: Tensor) -> Tensor:
         if name.startswith("norm"):
-            x = F.batch_norm(x, None, None, training=True)
-            scale, shift = (p[n].flatten()[:, None, None] + variance[n].flatten()[:, None, None].sqrt()
-                            * normal(x[..., :1, :1]) for n in (f"{name}.weight", f"{name}.bias"))
-            return x * scale + shift
-        # DIFFERS: the mean comes from x and the variance from x^2; the authors' conv has x^2 in both.
+            x, drawn = F.batch_norm(x, None, None, training=True), []
+            for n in (f"{name}.weight", f"{name}.bias"):
+                mean, wide = (v[n].flatten()[:, None, None] for v in (p, variance))
+                drawn.append(mean + wide.sqrt() * normal(x[..., :1, :1]))
+            return x * drawn[0] + drawn[1]
+        # DIFFERS: the mean comes from x, the variance from x^2; the authors' conv has x^2 in both.
         mean, wide = layer(p, name, x), layer(variance, name, x * x)
         return mean + wide.clamp(min=torch.finfo(x.dtype).tiny).sqrt() * normal(mean)
 
@@ -839,7 +850,7 @@ def noisy_layer(variance: Params, rngs: list):
 
 
 def gaussian_kl(mean, logvar, prior_mean, prior_logvar) -> Tensor:
-    """KL(N(mean, e^logvar) || N(prior_mean, e^prior_logvar)), summed over independent dimensions."""
+    """KL(N(mean, e^logvar) || N(prior_mean, e^prior_logvar)), summed over dimensions."""
     ratio = (logvar - prior_logvar).exp() + (mean - prior_mean) ** 2 / prior_logvar.exp()
     return 0.5 * (ratio - 1 - logvar + prior_logvar).sum()
 
@@ -848,7 +859,12 @@ def kl_weight(cfg: Config) -> float:
     """DIFFERS: the authors divide the KL by tasks and samples too, 32 x 20 in the N-athlons; on the
     paper's 75 query images that is 1/48000, our default on every schedule."""
     named = {"paper": 1 / (cfg.way * cfg.query), "authors": 1 / (75 * 32 * 20)}
-    return named[cfg.kl_weight] if cfg.kl_weight in named else float(cfg.kl_weight)
+    try:
+        value = named[cfg.kl_weight] if cfg.kl_weight in named else float(cfg.kl_weight)
+    except ValueError:
+        raise Problem(f"--kl-weight is {cfg.kl_weight!r}; it must be paper, authors or a number.")
+    check("kl_weight", value, 0)
+    return value
 
 
 class Variational(Posterior):
@@ -868,11 +884,8 @@ class Variational(Posterior):
         return [*super().parameters(theta), own]
 
     def expected_loss(self, mean: Params, x: Tensor, y: Tensor, rngs):
-        """E_q of the cross-entropy by S samples, summed over the tasks of mean (T, ...); gradients in
-        mean and log-variance.
-
-        One sample at a time: batch norm then sees one sample's batch, and memory is flat in S.
-        """
+        """E_q of the cross-entropy by S samples, summed over the tasks of mean (T, ...); and its
+        gradients in mean and logvar. One sample at a time: memory does not grow with S."""
         mean, logvar, S = leaves(mean), leaves(self.logvar), self.cfg.mc_samples
         params = [*mean.values(), *logvar.values()]
         total, sums = 0.0, [0.0] * len(params)
@@ -884,7 +897,7 @@ class Variational(Posterior):
         return total, sums[: len(mean)], sums[len(mean) :]
 
     def gradient(self, theta, batch, alpha, k, rngs):
-        """Eq. 14: the mean adapts by gradients at the mean (Eqs. 33, 34); then both expected losses."""
+        """Eq. 14: the mean adapts by gradients at the mean (Eqs. 33, 34); both expected losses."""
         weight = self.cfg.shot / self.cfg.query
         x_s, y_s, x_q, y_q = batch
         T, total, g_adapted, g_logvar = len(x_s), 0.0, [], []
@@ -948,8 +961,8 @@ def from_all(arrived, i, cfg, seed):
 
 
 def from_buffer(arrived, i, cfg, seed):
-    """Follow-The-Meta-Leader: uniformly from the buffer of all tasks so far, J M of each dataset. The
-    buffer is not stored: a task is a function of its number."""
+    """Follow-The-Meta-Leader: uniformly from the buffer of all tasks so far, J M of each dataset.
+    The buffer is not stored: a task is a function of its number."""
     sizes, batch = [d.setting.iterations * cfg.meta_batch for d in arrived], []
     rng = stream("cpu", seed, "plan", len(arrived) - 1, i)
     for n in torch.randint(sum(sizes), (cfg.meta_batch,), generator=rng).tolist():
@@ -979,8 +992,8 @@ METHODS = {  # in an order that shows the contrast early
 
 
 def meta_step(theta: Params, posterior: Posterior, optimiser, batch, cfg: Config, noise) -> Tensor:
-    """Lines 5 to 10 of Algorithm 1: an outer update; returns the objective. Each dataset in the batch
-    has its own alpha and k; noise(m) is a generator for task m."""
+    """Lines 5 to 10 of Algorithm 1: an outer update; returns the objective. Each dataset in the
+    batch has its own alpha and k; noise(m) is a generator for task m."""
     params = [p for group in optimiser.param_groups for p in group["params"]]
     sums, before = [params[0].new_zeros(()), *map(torch.zeros_like, params)], 0
     groups = defaultdict(list)  # tasks with the same k go through the network together
@@ -993,7 +1006,8 @@ def meta_step(theta: Params, posterior: Posterior, optimiser, batch, cfg: Config
         before += len(index)
     for k, parts in groups.items():
         *tasks, alpha, rngs = zip(*parts)
-        loss, grads = posterior.gradient(theta, [*map(torch.cat, tasks)], torch.cat(alpha), k, sum(rngs, []))
+        tasks, alpha, rngs = [torch.cat(t) for t in tasks], torch.cat(alpha), sum(rngs, [])
+        loss, grads = posterior.gradient(theta, tasks, alpha, k, rngs)
         sums = [a + b for a, b in zip(sums, (loss, *grads))]
     loss, *grads = (v / cfg.meta_batch for v in sum_over_ranks(sums))
     prior, prior_grads = posterior.penalty(theta)
@@ -1007,7 +1021,7 @@ def meta_step(theta: Params, posterior: Posterior, optimiser, batch, cfg: Config
 
 
 def evaluate(theta: Params, posterior: Posterior, data: Dataset, cfg: Config, seed: int) -> dict:
-    """Scores on tasks of unseen classes, the same for every method, with the dataset's alpha and k."""
+    """Scores on tasks of unseen classes, the same for every method; with the dataset's alpha, k."""
     device, s, found, scores = data.images.device, data.setting, defaultdict(list), {}
     rng = stream(device, seed, "evaluate", data.name)
     index = sample_tasks(data, cfg.split, cfg.eval_tasks, cfg, rng)
@@ -1054,7 +1068,8 @@ class Run:
     and the iteration, so a resumed run repeats the unbroken one."""
 
     def __init__(self, job: Job, sequence, judges, facts: dict, out: Path, progress):
-        self.job, self.cfg, self.sequence, self.judges, self.out = job, job.cfg, sequence, judges, out
+        self.job, self.cfg, self.out = job, job.cfg, out
+        self.sequence, self.judges = sequence, judges  # datasets to learn, datasets to evaluate on
         self.progress = progress  # takes the share done; returns True to stop
         self.method, self.device = METHODS[job.method], sequence[0].images.device
         self.facts = facts | dict(method=job.method, variant=job.variant, seed=job.seed,
@@ -1099,14 +1114,16 @@ class Run:
     def pause(self, J: int, loss: Tensor) -> bool:
         """Between iterations: evaluate and save if it is time to; True to stop."""
         data, i = self.sequence[self.stage], self.iteration
-        costs = [self.iterations(t) * (1 + d.setting.inner_steps) for t, d in enumerate(self.sequence)]
+        steps = [1 + d.setting.inner_steps for d in self.sequence]
+        costs = [self.iterations(t) * n for t, n in enumerate(steps)]
         stop = self.progress((sum(costs[: self.stage]) + costs[self.stage] * i / J) / sum(costs))
         due = i % self.cfg.eval_every == 0 or i in (data.setting.iterations, J)
         if due or stop or i % CHECKPOINT_EVERY == 0:
             finite = all(v.isfinite().all() for v in (loss, *self.theta.values()))
             need(finite, f"the loss of {self.job.name} became {loss.item()} on {data.name} "
                  f"by iteration {i}; try a smaller --outer-rate. The last good state is kept.")
-            where = dict(stage=self.stage + 1, iteration=i, iterations=J, newest=data.setting.iterations)
+            where = dict(stage=self.stage + 1, iteration=i, iterations=J)
+            where["newest"] = data.setting.iterations  # J, but for Train-On-Everything
             for judge in self.judges if due else ():
                 scores = evaluate(self.theta, self.posterior, judge, self.cfg, self.job.seed)
                 where |= dict(evaluated=judge.name, seconds=round(time.time() - self.clock, 1))
@@ -1117,9 +1134,9 @@ class Run:
 
     def state(self) -> dict:
         """What a checkpoint holds; `rows` is the record."""
-        return dict(settings=self.settings, stage=self.stage, iteration=self.iteration, rows=self.rows,
-                    seconds=time.time() - self.clock, theta=self.theta, posterior=self.posterior.state(),
-                    optimiser=self.optimiser.state_dict())
+        return dict(settings=self.settings, stage=self.stage, iteration=self.iteration,
+                    rows=self.rows, seconds=time.time() - self.clock, theta=self.theta,
+                    posterior=self.posterior.state(), optimiser=self.optimiser.state_dict())
 
     def load(self, state: dict):
         self.stage, self.iteration, self.rows = state["stage"], state["iteration"], state["rows"]
@@ -1128,7 +1145,7 @@ class Run:
         self.optimiser = torch.optim.Adam(self.posterior.parameters(self.theta))
         self.optimiser.load_state_dict(state["optimiser"])
         for moments in self.optimiser.state.values():
-            moments["step"] = moments["step"].cpu()  # where Adam reads it; a GPU would be waited for
+            moments["step"] = moments["step"].cpu()  # where Adam reads it without waiting
 
     def save(self):
         """A checkpoint, the one before it kept, and the record made from it."""
@@ -1140,20 +1157,21 @@ class Run:
 
     def resume(self, fresh=False):
         """From the newest checkpoint that can be read; from the start if there are no results."""
-        paths = [self.out / name for name in ("checkpoint.pt", "checkpoint.before.pt", "record.jsonl")]
+        names = ("checkpoint.pt", "checkpoint.before.pt", "record.jsonl")
+        paths = [self.out / name for name in names]
         for path in paths if fresh and RANK == 0 else ():
             path.unlink(missing_ok=True)
         wait_for_ranks()
         state = read_checkpoint(paths[0], self.device) or read_checkpoint(paths[1], self.device)
         if state:
-            old = state["settings"]
-            differ = [f"{k} was {old.get(k)!r}, is {v!r}" for k, v in self.settings.items() if old.get(k) != v]
-            need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); use another "
-                 "--out, or --fresh to delete it and start over.")
+            old, new = state["settings"], self.settings
+            differ = [f"{k} was {old.get(k)!r}, is {new[k]!r}" for k in new if old.get(k) != new[k]]
+            need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); use "
+                 "another --out, or --fresh to delete it and start over.")
             self.load(state)
         else:
-            need(not any(p.exists() for p in paths), f"{self.out} holds results but no readable checkpoint; "
-                 "use another --out, or --fresh to delete them and start over.")
+            need(not any(p.exists() for p in paths), f"{self.out} holds results but no readable "
+                 "checkpoint; use another --out, or --fresh to delete them and start over.")
 
 
 def read_checkpoint(path: Path, device) -> dict | None:
@@ -1192,7 +1210,7 @@ def lock(folder: Path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Problem(f"another process is at work in {folder}; wait for it, or use another --out.")
+            raise Problem(f"another process is at work in {folder}; wait, or use another --out.")
         yield
 
 
@@ -1208,12 +1226,12 @@ def read_records(folder, settings=None):
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             for r in rows:
                 need(settings in (None, r["settings"]), "its settings are others")
-                need(0 <= r["accuracy"] <= 1 and 0 < r["iteration"] <= r["iterations"] and r["newest"]
-                     and r["evaluated"] in r["datasets"] and label_of(r["variant"]), "impossible values")
-            runs[r["variant"], r["seed"]] = rows
+                need(0 <= r["accuracy"] <= 1 and 0 < r["iteration"] <= r["iterations"], "numbers")
+                need(r["evaluated"] in r["datasets"] and r["newest"] and r["stages"], "no dataset")
+            runs[r["variant"], r["seed"]] = label_of(r["variant"]) and rows
         except Exception as error:  # a foreign file can hold anything
             print(f"left out: {path} ({brief(error)})")
-    return dict(sorted(runs.items(), key=lambda run: (order.index(run[0][0].split("@")[0]), run[0])))
+    return dict(sorted(runs.items(), key=lambda r: (order.index(r[0][0].split("@")[0]), r[0])))
 
 
 def label_of(variant):
@@ -1222,19 +1240,26 @@ def label_of(variant):
 
 
 def accuracies(rows):
-    """A run's accuracies in % by name, nan where it has not come that far: "own X" right after X's
-    own stage, "end X" after the last; X a dataset or a mean: over the past, new ones, the last, all.
-    "early last" is after J iterations on the last, which only Train-On-Everything exceeds."""
-    names, T, q = rows[0]["datasets"], rows[0]["stages"], max(1, rows[0]["stages"] // 4)
-    at = {(r["stage"], r["evaluated"]): r["accuracy"] for r in rows if r["iteration"] == r["iterations"]}
-    at |= {(T, "early"): r["accuracy"] for r in rows if r["iteration"] == r["newest"]
-           and (r["stage"], r["evaluated"]) == (T, names[-1])}
-    tasks, own, end = [(t, names[0]) for t in range(1, T + 1)], list(enumerate(names, 1)), [(T, n) for n in names]
+    """A run's accuracies in % by name; nan where it has not come that far.
+
+    "own X" is right after the own stage of X, "end X" after the last; X is a dataset or a mean over
+    the past ones, the new ones (all but the first), the last or all. "early last" is that after J
+    iterations on the last, which only Train-On-Everything exceeds.
+    """
+    names, T = rows[0]["datasets"], rows[0]["stages"]
+    at = {(r["stage"], r["evaluated"]): r["accuracy"] for r in rows
+          if r["iteration"] == r["iterations"]}
+    early = {(T, "early"): r["accuracy"] for r in rows if r["iteration"] == r["newest"]
+             and (r["stage"], r["evaluated"]) == (T, names[-1])}
+    own, end, q = list(enumerate(names, 1)), [(T, n) for n in names], max(1, T // 4)
+    tasks = [(t, names[0]) for t in range(1, T + 1)]
     points = {"own past": own[:-1], "own new": own[1:], "end past": end[:-1], "end last": end[-1:],
-              "end all": end, "early last": [(T, "early")], "first tasks": tasks[:q], "last tasks": tasks[-q:]}
+              "end all": end, "early last": [(T, "early")],
+              "first tasks": tasks[:q], "last tasks": tasks[-q:]}
     points |= {f"own {n}": [(j, n)] for j, n in own} | {f"end {n}": [(T, n)] for n in names}
     points |= {f"after task {t}": [(t, n)] for t, n in tasks}
-    return {key: 100 * float(np.mean([at.get(p, math.nan) for p in ps])) for key, ps in points.items() if ps}
+    found = {key: [(at | early).get(p, math.nan) for p in some] for key, some in points.items()}
+    return {key: 100 * float(np.mean(values)) for key, values in found.items() if values}
 
 
 def half_width(values):
@@ -1244,7 +1269,7 @@ def half_width(values):
 
 
 def table(runs, names, T):
-    """Right after each dataset's own stage -> after the last; or at four points of a task sequence."""
+    """After each dataset's own stage -> after the last; or at four points of a task sequence."""
     columns = {n: [f"own {n}", f"end {n}"][n == names[-1] :] for n in names}
     if T != len(names):
         columns = {key: [key] for key in (f"after task {t}" for t in quarters(T))}
@@ -1252,7 +1277,7 @@ def table(runs, names, T):
     for variant in dict.fromkeys(variant for variant, _ in runs):
         seeds, cells = [accuracies(rows) for (v, _), rows in runs.items() if v == variant], []
         for keys in columns.values():
-            values = [[s[key] for s in seeds if s[key] == s[key]] for key in keys]  # nan is not itself
+            values = [[s[key] for s in seeds if not math.isnan(s[key])] for key in keys]
             cell = " -> ".join(f"{np.mean(v):.1f}" if v else "..." for v in values)
             cells.append(cell + (f" ± {half_width(values[-1]):.1f}" if len(values[-1]) > 2 else ""))
         lines.append(f"| {label_of(variant)} | {len(seeds)} | {' | '.join(cells)} |")
@@ -1272,8 +1297,8 @@ CLAIMS = """
 6.1 bomvi end past > maml end past
 6.1 bomla end last < maml end last
 6.1 bomvi end last < maml end last
-6.1 bomla end last > maml end last + -10
-6.1 bomvi end last > maml end last + -10
+6.1 bomla end last > maml end last - 10
+6.1 bomvi end last > maml end last - 10
 6.1 maml own new > bomla own new
 6.1 maml own new > bomvi own new
 6.1 maml own new > ftml own new
@@ -1301,28 +1326,31 @@ TASK_CLAIMS = """
 
 
 def verdicts(runs, claims):
-    """Each claim, with left minus right paired by seed; it holds or fails if the 95 % interval of
-    that, less the margin, lies on one side of zero."""
+    """Each claim, with left minus right, paired by seed. It holds or fails if the 95 % interval of
+    that lies on one side of the margin."""
     lines = ["| section | claim | left - right | seeds | verdict |", "|-|-|-|-|-|"]
     found = {key: accuracies(rows) for key, rows in runs.items()}
-    pattern = r"(\S+) (\S+) (\w+ \w+) ([<>]) (\S+) (\w+ \w+)(?: \+ (-?\d+))?"
-    for section, a, key_a, sign, b, key_b, margin in re.findall(pattern, claims):
-        pairs = [(found[a, s][key_a], found[b, s][key_b]) for v, s in found if v == a and (b, s) in found]
-        apart = [x - y for x, y in pairs if x == x and y == y]  # both have come that far
+    pattern = r"(\S+) ((\S+) (\w+ \w+) ([<>]) (\S+) (\w+ \w+)(?: ([+-] \d+))?)"
+    for section, claim, a, key_a, sign, b, key_b, margin in re.findall(pattern, claims):
+        seeds = [seed for variant, seed in found if variant == a and (b, seed) in found]
+        apart = [found[a, seed][key_a] - found[b, seed][key_b] for seed in seeds]
+        apart = [value for value in apart if not math.isnan(value)]  # both have come that far
         mean, half = sum(apart) / max(len(apart), 1), half_width(apart)
-        clear = abs(mean - int(margin or 0)) > half
-        verdict = ("holds" if (mean > int(margin or 0)) == (sign == ">") else "fails") if clear else "inconclusive"
-        claim = f"{a} {key_a} {sign} {b} {key_b}" + (f" + {margin}" if margin else "")
-        lines.append(f"| {section} | {claim} | {mean:+.1f} ± {half:.1f} | {len(apart)} | {verdict} |")
+        over = mean - float(margin.replace(" ", "") or 0)
+        verdict = "holds" if (over > 0) == (sign == ">") else "fails"
+        verdict = verdict if abs(over) > half else "inconclusive"
+        effect = f"{mean:+.1f} ± {half:.1f}" if apart else "not run"
+        lines.append(f"| {section} | {claim} | {effect} | {len(apart)} | {verdict} |")
     return "\n".join(lines)
 
 
 def figure(runs, names, T, title, way):
-    """Accuracy along the training, as SVG: a panel per dataset, its own stage shaded, chance dashed; a
-    line per variant, with a band of one standard deviation over seeds."""
+    """Accuracy along the training as SVG: a panel per dataset, its own stage shaded, chance dashed;
+    a line per variant, with a band of one standard deviation over seeds."""
     width, height, y, svg = 800, 140 if len(names) > 1 else 300, 16, []
+    variants = list(dict.fromkeys(variant for variant, _ in runs))
     others = itertools.cycle(["#e69f00", "#56b4e9", "#8c564b", "#7f7f7f"])
-    colours = {v: METHODS[v].colour if v in METHODS else next(others) for v in dict.fromkeys(v for v, _ in runs)}
+    colours = {v: METHODS[v].colour if v in METHODS else next(others) for v in variants}
 
     def draw(d, stroke="none", fill="none", more=""):
         svg.append(f"<path d='M{d}' stroke='{stroke}' fill='{fill}' {more}/>")
@@ -1334,34 +1362,47 @@ def figure(runs, names, T, title, way):
         return f"{40 + width * t / T:.1f} {y + height * (1 - a):.1f}"
 
     write(title, 40, y, "font-size='14'")
-    for n, (v, colour) in enumerate(colours.items()):
+    for n, v in enumerate(variants):
         y += 18 * (n % 4 == 0)
-        write(label_of(v), 40 + 200 * (n % 4), y, f"font-weight='bold' fill='{colour}'")
+        write(label_of(v), 40 + 200 * (n % 4), y, f"font-weight='bold' fill='{colours[v]}'")
     y += 12
     for j, name in enumerate(names):
         if T == len(names):
-            draw("L".join((place(j, 0), place(j + 1, 0), place(j + 1, 1), place(j, 1))), fill="#eee")
+            corners = place(j, 0), place(j + 1, 0), place(j + 1, 1), place(j, 1)
+            draw("L".join(corners), fill="#eee")
         for tick in (0, 20, 40, 60, 80, 100):
             draw(f"{place(0, tick / 100)}h{width}", "#ddd")
             write(str(tick), 14, y + height * (1 - tick / 100) + 4)
         draw(f"{place(0, 1 / way)}h{width}", "#999", more="stroke-dasharray='4'")
-        for v, colour in colours.items():
-            points = defaultdict(list)
-            for r in (r for (u, _), rows in runs.items() if u == v for r in rows if r["evaluated"] == name):
-                line = r["stage"] if METHODS[r["method"]].from_scratch else 0  # one line, or one per stage
-                points[line, r["stage"] - 1 + r["iteration"] / r["iterations"]].append(r["accuracy"])
-            for line in {line for line, _ in points}:
-                found = [(t, np.mean(a), np.std(a)) for (l, t), a in sorted(points.items()) if l == line]
-                band = [place(t, a + s) for t, a, s in found] + [place(t, a - s) for t, a, s in found[::-1]]
-                draw("L".join(band), fill=colour, more="opacity='0.2'")
-                draw("L".join(place(t, a) for t, a, _ in found), colour, more="stroke-width='2'")
+        for v in variants:
+            for line in curves(runs, v, name):
+                upper = [place(t, mean + sd) for t, mean, sd in line]
+                lower = [place(t, mean - sd) for t, mean, sd in line]
+                draw("L".join(upper + lower[::-1]), fill=colours[v], more="opacity='0.2'")
+                middle = "L".join(place(t, mean) for t, mean, _ in line)
+                draw(middle, colours[v], more="stroke-width='2'")
         write(name, 46, y + 14, "font-weight='bold'")
         y += height + 16
     for t in range(1, T + 1) if T == len(names) else quarters(T):
-        x = 40 + width * t / T
-        write(names[t - 1] if T == len(names) else f"task {t}", x, y, f"text-anchor='end' transform='rotate(-15 {x} {y})'")
-    return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width + 60} {y + 50}' font-size='12' "
-            "font-family='sans-serif'><rect width='100%' height='100%' fill='white'/>\n" + "\n".join(svg) + "</svg>\n")
+        x, words = 40 + width * t / T, names[t - 1] if T == len(names) else f"task {t}"
+        write(words, x, y, f"text-anchor='end' transform='rotate(-15 {x:.0f} {y})'")
+    return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width + 60} {y + 50}' "
+            "font-size='12' font-family='sans-serif'>\n<rect width='100%' height='100%' "
+            "fill='white'/>\n" + "\n".join(svg) + "\n</svg>\n")
+
+
+def curves(runs, variant, name):
+    """A variant's lines in a panel, of (time in stages, mean, standard deviation): one, or one for
+    each stage where those start from scratch."""
+    points = defaultdict(list)
+    for r in (r for (v, _), rows in runs.items() if v == variant for r in rows):
+        if r["evaluated"] == name:
+            line = r["stage"] if METHODS[r["method"]].from_scratch else 0
+            points[line, r["stage"] - 1 + r["iteration"] / r["iterations"]].append(r["accuracy"])
+    lines = defaultdict(list)
+    for (line, t), accuracy in sorted(points.items()):
+        lines[line].append((t, np.mean(accuracy), np.std(accuracy)))
+    return lines.values()
 
 
 def heading(row):
@@ -1392,57 +1433,52 @@ class Parser(argparse.ArgumentParser):
         raise Problem(f"{message}; see --help.")
 
 
-def numbers(kind, low, many=False):
-    """For argparse: a number of at least `low`, or several, separated by commas."""
-
-    def convert(text):
-        with contextlib.suppress(ValueError):
-            values = tuple(kind(part) for part in text.split(","))
-            if all(low <= v <= 10**6 for v in values) and (many or len(values) == 1):
-                return values if many else values[0]
-        raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number "
-                                         f"from {low} to 1000000")
-
-    return convert
+def integers(text):
+    return tuple(int(part) for part in text.split(","))
 
 
-def options() -> Parser:
+def numbers(text):
+    return tuple(float(part) for part in text.split(","))
+
+
+def names(text):
+    return text.split(",")
+
+
+def options():
     parser = Parser("boml.py", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def add(name, text, **how):
-        parser.add_argument("--" + name.replace("_", "-"), help=text, **how)
+        parser.add_argument(flag(name), help=text, **how)
 
     parser.add_argument("command", choices=[*EXPERIMENTS, "report"])
-    add("sequence", "datasets in order, or folders of class folders (default: the experiment's)")
-    add("methods", "default: %(default)s", default=",".join(METHODS))
-    add("seeds", "default: 0", type=numbers(int, 0, many=True), default=(0,))
+    add("sequence", "datasets, or folders of class folders (default: the experiment's)", type=names)
+    add("methods", f"of {','.join(METHODS)} (default: all)", type=names, default=list(METHODS))
+    add("seeds", "default: 0", type=integers, default=(0,))
     add("schedule", "default: paper with a GPU, else cpu", choices=SCHEDULES)
     add("data", "folder of <name>.npz (default: %(default)s)", type=Path, default=HERE / "data")
     add("out", "folder of results (default: %(default)s)", type=Path, default=HERE / "runs")
     add("device", "default: cuda if there is one", choices=("cpu", "cuda"))
-    add("jobs", "runs side by side (default: one per core, or 1 on a GPU)", type=numbers(int, 1))
+    add("jobs", "runs side by side (default: one per core, or 1 on a GPU)", type=int)
     add("generated", "generated datasets stand in for missing ones", action="store_true")
     add("fresh", "delete the results of these runs and start over", action="store_true")
-    for name, low in zip(PER_DATASET, (1, 0.0, 1, 1)):
-        add(name, "one for all datasets, or one for each", type=numbers(type(low), low, many=True))
+    for name in PER_DATASET:
+        kind = numbers if name == "inner_rate" else integers
+        add(name, "one for all datasets, or one for each", type=kind)
     for field in dataclasses.fields(Config):
-        low, choices = field.metadata["low"], field.metadata["choices"]
-        if field.type is bool:
+        how = dict(type=float if field.default is None else type(field.default))
+        if field.name == "past_weight":
+            how = dict(type=numbers)
+        elif field.metadata["choices"]:
+            how = dict(choices=field.metadata["choices"])
+        elif field.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)
-        elif choices:
-            how = dict(choices=choices)
-        elif field.type is int:
-            how = dict(type=numbers(int, 1 if low is None else low))
-        elif field.type is str:
-            how = dict(type=str)
-        else:
-            how = dict(type=numbers(float, low or 0.0, many=field.name == "past_weight"))
         add(field.name, f"{field.metadata['help']} (default: {field.default})", **how)
     return parser
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv):
     """The command line, checked, with its Config as `cfg` and its runs as `todo`."""
     args = options().parse_args(argv)
     if args.command == "report":
@@ -1453,38 +1489,44 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.schedule = args.schedule or ("paper" if args.device == "cuda" else "cpu")
     own = experiment.cpu if args.schedule == "cpu" and not args.sequence else {}
     values = SCHEDULES[args.schedule] | experiment.every | own
-    args.sequence = args.sequence.split(",") if args.sequence else list(experiment.sequence)
+    args.sequence = args.sequence or list(experiment.sequence)
     need(args.sequence, "run needs --sequence: datasets in order, separated by commas.")
     for j, name in enumerate(args.sequence):
         if args.generated and name in DATASETS and not (args.data / f"{name}.npz").exists():
             args.sequence[j] = DATASETS[name].stand_in or name
-    names = {f.name for f in dataclasses.fields(Config)} - {"past_weight"} | set(PER_DATASET)
-    values |= {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    given = vars(args)
+    fields = {f.name for f in dataclasses.fields(Config)} - {"past_weight"}
+    values |= {n: given[n] for n in (*PER_DATASET, *fields) if given[n] is not None}
     args.per_dataset = {n: values.pop(n) for n in PER_DATASET if n in values}
-    for name, given in args.per_dataset.items():
-        need(len(given) in (1, len(args.sequence)), f"--{name.replace('_', '-')} has {len(given)} "
-             f"values for {len(args.sequence)} datasets; give one for all, or one for each.")
+    for name, several in args.per_dataset.items():
+        need(len(several) in (1, len(args.sequence)), f"{flag(name)} has {len(several)} values for "
+             f"{len(args.sequence)} datasets; give one for all, or one for each.")
+        for value in several:
+            check(name, value, 0 if name == "inner_rate" else 1)
+    check("jobs", args.jobs or 1, 1)
     args.cfg, args.todo = Config(**values), []
-    for seed, method in itertools.product(args.seeds, args.methods.split(",")):
+    for seed, method in itertools.product(args.seeds, args.methods):
+        check("seeds", seed, 0)
         need(method in METHODS, f"--methods: {method!r} is not one of {', '.join(METHODS)}.")
-        usual = experiment.past_weight.get(method)
-        for weight in (args.past_weight or (usual,)) if usual is not None else (args.cfg.past_weight,):
-            variant = f"{method}@{weight:g}" if usual not in (None, weight) else method
+        usual = experiment.past_weight.get(method, args.cfg.past_weight)
+        several = args.past_weight if method in experiment.past_weight else None
+        for weight in several or (usual,):
+            variant = method if weight == usual else f"{method}@{weight:g}"
             cfg = dataclasses.replace(args.cfg, past_weight=weight)
             args.todo.append(Job(method, variant, seed, cfg))
-    need(len(set(args.todo)) == len(args.todo), "--methods, --seeds or --past-weight has one twice.")
+    need(len(set(args.todo)) == len(args.todo), "--methods, --seeds or --past-weight repeats one.")
     return args
 
 
-def facts_of(args, sequence: list[Dataset]) -> dict:
+def facts_of(args, sequence):
     """What all records of a table share."""
-    settings = repr((args.cfg, [(d.name, d.checksum, d.setting) for d in sequence]))
+    settings = repr((args.cfg, [(d.name, d.checksum, d.setting) for d in sequence])).encode()
     kinds = " and ".join(sorted({d.kind for d in sequence}, reverse=True))
     return dict(experiment=args.command, schedule=args.schedule, data=kinds, way=args.cfg.way,
-                settings=hashlib.md5(settings.encode()).hexdigest()[:8], revision=revision())
+                settings=hashlib.md5(settings).hexdigest()[:8], revision=revision())
 
 
-def revision() -> str:
+def revision():
     """Of this program, where it is a git checkout."""
     with contextlib.suppress(OSError):
         command = ["git", "-C", HERE, "describe", "--always", "--dirty"]
@@ -1492,7 +1534,7 @@ def revision() -> str:
     return "unknown"
 
 
-def work(args, job: Job, progress) -> bool:
+def work(args, job, progress):
     """One run, from its data to its last record; False if it was stopped."""
     device = f"cuda:{LOCAL_RANK}" if args.device == "cuda" else "cpu"
     sequence = judges = load_sequence(args.sequence, args.per_dataset, job.cfg, args.data, device)
@@ -1505,7 +1547,7 @@ def work(args, job: Job, progress) -> bool:
         return run.go()
 
 
-def child(args, number: int, shares, stop):
+def child(args, number, shares, stop):
     """A run in its own process. The parent alone hears signals, and passes them on as `stop`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -1518,11 +1560,12 @@ def child(args, number: int, shares, stop):
     one_sentence(work, args, args.todo[number], progress)
 
 
-def side_by_side(args, show) -> list[str]:
+def side_by_side(args, show):
     """Every run in its own process, `--jobs` at a time; returns those that failed."""
-    context, start, said, running, failed = multiprocessing.get_context("spawn"), time.time(), 0, {}, []
-    shares, stop, waiting = context.Array("d", len(args.todo)), context.Event(), list(args.todo)
-    slots = args.jobs or (1 if args.device == "cuda" else os.cpu_count())
+    context, running, failed = multiprocessing.get_context("spawn"), {}, []
+    start, said = time.time(), 0.0
+    shares, stop = context.Array("d", len(args.todo)), context.Event()
+    waiting, slots = list(args.todo), args.jobs or (1 if args.device == "cuda" else os.cpu_count())
     try:
         while waiting or running:
             if waiting and len(running) < slots:
@@ -1537,8 +1580,9 @@ def side_by_side(args, show) -> list[str]:
             if time.time() > said + (1 if sys.stderr.isatty() else 60):
                 said, share = time.time(), sum(shares) / len(shares)
                 end = time.localtime(start + (said - start) / max(share, 1e-6))
-                line = f"{100 * share:.0f} %, done {time.strftime('%a %H:%M', end)}: {' '.join(running)}"
-                print(f"\r\033[K{line}" if sys.stderr.isatty() else f"{line}\n", end="", file=sys.stderr)
+                line = f"{share:.0%}, done {time.strftime('%a %H:%M', end)}: {' '.join(running)}"
+                before, after = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
+                print(before + line, end=after, file=sys.stderr, flush=True)
             time.sleep(0.1)
     finally:  # also after a signal: each run finishes its iteration and saves its state
         stop.set()
@@ -1547,7 +1591,7 @@ def side_by_side(args, show) -> list[str]:
     return failed
 
 
-def main(argv: list[str]):
+def main(argv):
     args = parse(argv)
     if args.command == "report":
         folders = sorted({path.parents[1] for path in args.out.glob("*/*/record.jsonl")})
@@ -1556,19 +1600,23 @@ def main(argv: list[str]):
     start_ranks(args.cfg, args.device)
     sequence = load_sequence(args.sequence, args.per_dataset, args.cfg, args.data)
     cfg, folder, facts = args.cfg, args.out / args.command, facts_of(args, sequence)
-    print(f"{heading(facts)}, on {args.device}: {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries per "
-          f"class, meta-batches of {cfg.meta_batch}; results in {folder}")
+    print(f"{heading(facts)}, on {args.device}: {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries "
+          f"per class, meta-batches of {cfg.meta_batch}; results in {folder}")
     for d in sequence:
         classes, s = "/".join(str(len(d.splits[split])) for split in SPLITS), d.setting
         print(f"  {d.name} ({d.kind}): {classes} classes, {len(d.images):,} images; {s.iterations} "
-              f"iterations, alpha {s.inner_rate:g}, k = {s.inner_steps}, in evaluation {s.eval_steps}")
-    show = lambda: print(f"\n{report(folder, facts['settings'])}", flush=True)
+              f"iterations, alpha {s.inner_rate:g}, k {s.inner_steps}, in evaluation {s.eval_steps}",
+              flush=True)
+
+    def show():
+        if RANK == 0:
+            print(f"\n{report(folder, facts['settings'])}", flush=True)
+
     if RANKS > 1:
         failed = [job.name for job in args.todo if not work(args, job, lambda share: False)]
+        show()
     else:
         failed = side_by_side(args, show)
-    if RANK == 0:
-        show()
     need(not failed, f"{', '.join(failed)} did not finish; the same command goes on from there.")
 
 
@@ -1576,8 +1624,8 @@ class Stopped(BaseException):
     """By a signal, whose number it holds."""
 
 
-def stop(signal_number, _):
-    raise Stopped(signal_number)
+def stop(number, _):
+    raise Stopped(number)
 
 
 def one_sentence(function, *args):
