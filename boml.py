@@ -809,7 +809,7 @@ class Laplace(Posterior):
         self.mean = {n: v.detach().clone() for n, v in theta.items()}
         for name, block in new.items():
             finite = all(f.isfinite().all() for f in block)
-            need(finite, f"the curvature of {data.name} in {name} is not finite; lower --outer-rate.")
+            need(finite, f"{data.name}'s curvature in {name} is not finite; lower --outer-rate.")
             block = (*block[:-1], block[-1] * cfg.past_weight)
             block = add_blocks(self.blocks[name], block) if name in self.blocks else block
             self.blocks[name] = merge(block, cfg.merge_rank, clip=cfg.averaging == "products")
@@ -823,8 +823,8 @@ class Laplace(Posterior):
 
 # -------------------------------------------------------------------------------------- Variational
 # BomVI: theta ~ N(mean, diag(variance)), where the mean is what is called theta elsewhere. Not
-# weights but pre-activations are sampled, from the normal distribution that random weights give them
-# (local reparameterisation); and batch norm's scale and shift, for each image.
+# weights but pre-activations are sampled, from the normal distribution that random weights give
+# them (local reparameterisation); and batch norm's scale and shift, for each image.
 
 
 def noisy_layer(variance: Params, rngs: list):
@@ -1379,8 +1379,8 @@ def figure(runs, names, T, title, way):
                 upper = [place(t, mean + sd) for t, mean, sd in line]
                 lower = [place(t, mean - sd) for t, mean, sd in line]
                 draw("L".join(upper + lower[::-1]), fill=colours[v], more="opacity='0.2'")
-                middle = "L".join(place(t, mean) for t, mean, _ in line)
-                draw(middle, colours[v], more="stroke-width='2'")
+                middle = "L".join(place(t, mean) for t, mean, _ in line) + "h0"  # a point is a dot
+                draw(middle, colours[v], more="stroke-width='2.5' stroke-linecap='round'")
         write(name, 46, y + 14, "font-weight='bold'")
         y += height + 16
     for t in range(1, T + 1) if T == len(names) else quarters(T):
@@ -1605,7 +1605,7 @@ def main(argv):
     for d in sequence:
         classes, s = "/".join(str(len(d.splits[split])) for split in SPLITS), d.setting
         print(f"  {d.name} ({d.kind}): {classes} classes, {len(d.images):,} images; {s.iterations} "
-              f"iterations, alpha {s.inner_rate:g}, k {s.inner_steps}, in evaluation {s.eval_steps}",
+              f"iterations, alpha {s.inner_rate:g}, k {s.inner_steps} ({s.eval_steps} to evaluate)",
               flush=True)
 
     def show():
