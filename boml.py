@@ -38,8 +38,8 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads: 15x slower on shared cores
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages: fewer page faults
 
-import argparse, atexit, contextlib, dataclasses, fcntl, hashlib, html, itertools, json
-import math, multiprocessing, re, signal, subprocess, sys, time, zipfile
+import argparse, atexit, contextlib, csv, dataclasses, fcntl, functools, hashlib, html, io
+import itertools, json, math, multiprocessing, re, signal, subprocess, sys, time, zipfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,31 +235,35 @@ def read_image(path: Path, folder: Path, mode: str) -> np.ndarray:
         raise Problem(f"{path} cannot be used as an image ({brief(error)}); remove or replace it.")
 
 
-def read_folder(path: Path, cfg: Config) -> tuple:
-    """One's own pictures, path/<class>/<picture>, as the arrays of a packed dataset.
-
-    A fifth of the classes, at least N, are for test, up to a sixth for validation, by their names.
-    """
+def read_classes(path: Path, channels: int):
+    """The pictures path/<class>/<picture> as images, labels and class names; others are counted."""
     classes = sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != ".")
-    n, images, labels, skipped = len(classes), [], [], Counter()
-    need(n >= 2 * cfg.way, f"{path} has {n} class folders; --way {cfg.way} needs {2 * cfg.way}; "
-         f"add some, or use --way {max(n // 2, 2)}.")
+    images, labels, skipped = [], [], Counter()
     for c, name in enumerate(classes):
         for file in sorted((path / name).iterdir()):
             if file.suffix.lower() in Image.registered_extensions():
-                images.append(read_image(file, path, "L" if cfg.channels == 1 else "RGB"))
+                images.append(read_image(file, path, "L" if channels == 1 else "RGB"))
                 labels.append(c)
             else:
                 skipped[file.suffix or file.name] += 1
         need(c in labels[-1:], f"{path / name} holds no images; each folder in {path} is a class.")
     for kind, count in skipped.items():
         print(f"{path}: {kind}: {count} file(s) skipped, Pillow cannot read them")
-    test = max(n // 5, cfg.way)
+    return np.array(images), np.array(labels), classes
+
+
+def read_folder(path: Path, cfg: Config) -> tuple:
+    """One's own pictures as the arrays of a packed dataset: a fifth of the classes, at least N, are
+    for test, up to a sixth for validation; which ones depends on their names alone."""
+    images, labels, classes = read_classes(path, cfg.channels)
+    n, test = len(classes), max(len(classes) // 5, cfg.way)
+    need(n >= 2 * cfg.way, f"{path} has {n} class folders; --way {cfg.way} needs {2 * cfg.way}; "
+         f"add some, or use --way {max(n // 2, 2)}.")
     val = min(n // 6, n - test - cfg.way)
     order = np.argsort([hashlib.md5(os.fsencode(name)).hexdigest() for name in classes])
     split = np.empty(n, "U5")
     split[order] = np.repeat(SPLITS, (n - test - val, val, test))
-    return np.stack(images), np.array(labels), np.array(classes), split, ["own"]
+    return images, labels, np.array(classes), split, ["own"]
 
 
 def load_dataset(name: str, folder: Path, cfg: Config, device="cpu") -> Dataset:
@@ -285,12 +289,21 @@ def load_dataset(name: str, folder: Path, cfg: Config, device="cpu") -> Dataset:
                    rows.to(device), splits, checksum)
 
 
-def load_sequence(names, per_dataset: dict, cfg: Config, folder: Path, device="cpu"):
-    """The datasets with their settings, checked against the tasks that they must yield."""
-    sequence = [load_dataset(name, folder, cfg, device) for name in names]
-    for j, data in enumerate(sequence):
+def load_sequence(names, per_dataset: dict, cfg: Config, folder: Path, device="cpu", learned=()):
+    """The datasets with their settings, checked against the tasks that they must yield. One that is
+    `learned` already, of which a checkpoint has the facts, may be gone: it has no images then."""
+    sequence, learned = [], {facts["name"]: facts for facts in learned}
+    for j, name in enumerate(names):
+        there = (folder / f"{name}.npz").exists() if name in DATASETS else Path(name).is_dir()
+        if not there and Path(name).name in learned:
+            facts = learned[Path(name).name]
+            setting = OWN._replace(**{field: facts[field] for field in PER_DATASET})
+            sequence.append(Dataset(facts["name"], facts["kind"], [], setting, None, None, {},
+                                    facts["checksum"]))
+            continue
+        data = load_dataset(name, folder, cfg, device)
         own = {k: v[j] if len(v) > 1 else v[0] for k, v in per_dataset.items()}
-        sequence[j] = data._replace(setting=data.setting._replace(**own))
+        data = data._replace(setting=data.setting._replace(**own))
         colours, count = data.images.shape[1], (data.rows >= 0).sum(1)
         need(colours in (1, cfg.channels), f"{data.name} needs --channels {colours}.")
         fewest, smallest = int(count.min()), data.classes[int(count.argmin())]
@@ -299,9 +312,15 @@ def load_sequence(names, per_dataset: dict, cfg: Config, folder: Path, device="c
         n = min(len(data.splits["train"]), len(data.splits[cfg.split]))
         need(n >= cfg.way, f"{data.name} has {n} classes for training or {cfg.split}, too few for "
              f"--way {cfg.way}; use {n} or fewer.")
-        twins = [d.name for d in sequence].count(data.name)
-        need(twins == 1, f"--sequence has {twins} datasets named {data.name}; rename one.")
+        need(data.name not in [d.name for d in sequence], f"two datasets are named {data.name}.")
+        sequence.append(data)
     return sequence
+
+
+def facts_of(data: Dataset) -> dict:
+    """What identifies a dataset and its training, for records and checkpoints."""
+    settings = {field: getattr(data.setting, field) for field in PER_DATASET}
+    return dict(name=data.name, kind=data.kind, checksum=data.checksum, **settings)
 
 
 def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset], Dataset]:
@@ -352,12 +371,16 @@ def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Ten
     return rows.gather(2, u.topk(cfg.shot + cfg.query).indices)
 
 
+def to_floats(x: Tensor, channels: int) -> Tensor:
+    """Bytes (..., C, 28, 28) as floats, each image stretched over [0, 1], grey ones repeated."""
+    low, high = x.amin((-3, -2, -1), keepdim=True), x.amax((-3, -2, -1), keepdim=True)
+    x = (x - low) / (high - low).clamp(min=1).to(torch.get_default_dtype())
+    return x.expand(*x.shape[:-3], channels, 28, 28)
+
+
 def fetch(data: Dataset, index: Tensor, cfg: Config) -> tuple[Tensor, ...]:
     """Tasks as x_s (T, NK, C, 28, 28), y_s (T, NK), x_q (T, NQ, C, 28, 28) and y_q (T, NQ)."""
-    x = data.images[index]
-    low, high = x.amin((-3, -2, -1), keepdim=True), x.amax((-3, -2, -1), keepdim=True)
-    x = (x - low) / (high - low).clamp(min=1).to(torch.get_default_dtype())  # each image to [0, 1]
-    x = x.expand(*x.shape[:3], cfg.channels, 28, 28)
+    x = to_floats(data.images[index], cfg.channels)
     y = torch.arange(cfg.way, device=x.device)[:, None].expand(index.shape)
     support, query = slice(0, cfg.shot), slice(cfg.shot, None)
     return tuple(part[:, :, s].flatten(1, 2) for s in (support, query) for part in (x, y))
@@ -401,19 +424,23 @@ def plain_network(p: Params, x: Tensor) -> Tensor:
 # on (B, T*C, H, W) native batch norm keeps the statistics of the tasks apart.
 
 
-def layer(p: Params, name: str, x: Tensor) -> Tensor:
+def patches(x: Tensor, T: int) -> Tensor:
+    """The 3x3 patches around every location: (B, T*C, H, W) -> (T, 9C, B*H*W)."""
+    return F.unfold(x, 3, padding=1).unflatten(1, (T, -1)).permute(1, 2, 0, 3).flatten(2)
+
+
+def layer(p: Params, name: str, x: Tensor, twice=False) -> Tensor:
     """One layer of T networks: conv or norm on x (B, T*C, H, W), linear on x (T, B, features)."""
     w = p[f"{name}.weight"]
+    if name.startswith("conv") and twice and x.device.type != "cpu":
+        # On a GPU the second derivative of a grouped convolution loops over the groups.
+        h = w.flatten(2) @ patches(x, len(w))  # (T, O, B*H*W)
+        return h.unflatten(2, (len(x), *x.shape[2:])).permute(2, 0, 1, 3, 4).flatten(1, 2)
     if name.startswith("conv"):
         return F.conv2d(x, w.flatten(0, 1), padding=1, groups=len(w))
     if name.startswith("norm"):
         return F.batch_norm(x, None, None, w.flatten(), p[f"{name}.bias"].flatten(), training=True)
     return x @ w.mT + p[f"{name}.bias"][:, None]
-
-
-def patches(x: Tensor, T: int) -> Tensor:
-    """The 3x3 patches around every location: (B, T*C, H, W) -> (T, 9C, B*H*W)."""
-    return F.unfold(x, 3, padding=1).unflatten(1, (T, -1)).permute(1, 2, 0, 3).flatten(2)
 
 
 def first_block(p: Params, x: Tensor) -> Tensor:
@@ -444,8 +471,9 @@ def network(p: Params, x: Tensor, apply=layer, twice=False) -> Tensor:
     """
     T, layout = len(x), torch.contiguous_format if twice else torch.channels_last
     x = x.transpose(0, 1).flatten(1, 2).contiguous(memory_format=layout)  # (B, T*C, 28, 28)
+    apply = functools.partial(layer, twice=True) if twice else apply
     for i in range(1, 5):
-        if i == 1 and apply is layer:
+        if i == 1 and (twice or apply is layer):
             x = first_block(p, x)
         else:
             x = F.max_pool2d(apply(p, f"norm{i}", apply(p, f"conv{i}", x)), 2)
@@ -516,21 +544,26 @@ def meta_gradient(theta: Params, batch, alpha, k, support_weight, net=network):
 # -------------------------------------------------------------------------------- Several processes
 # Under torchrun the tasks of a meta-batch, a curvature or an evaluation are dealt out to the ranks.
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # as torchrun sets them
-TORCHRUN = all(name in os.environ for name in (*VARIABLES, "MASTER_ADDR"))
-RANK, RANKS, LOCAL_RANK = (int(os.environ[v]) for v in VARIABLES) if TORCHRUN else (0, 1, 0)
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # which a cluster's own RANK does not imply
+RANK, RANKS, LOCAL_RANK = (int(os.environ[name]) if TORCHRUN else default for name, default in (
+    ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
 
 
-def start_ranks(cfg: Config, device: str):
+def start_ranks(device, fewest):
+    """Join the other processes; every one needs a task, and `fewest` are dealt out at a time."""
     if TORCHRUN:
+        need(RANKS <= fewest, f"{RANKS} processes are too many for {fewest} tasks of an evaluation "
+             "or a curvature.")
+        if device == "cuda":
+            gpus = torch.cuda.device_count()
+            need(LOCAL_RANK < gpus, f"torchrun starts more processes than the {gpus} GPUs here.")
+            torch.cuda.set_device(LOCAL_RANK)
         torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
-        need(min(cfg.eval_tasks, cfg.hessian_tasks) >= RANKS, f"{RANKS} processes are more than an "
-             "evaluation or a curvature has tasks.")
-        sys.stdout = open(os.devnull, "w") if RANK else sys.stdout
         atexit.register(torch.distributed.destroy_process_group)  # or torch may abort at the exit
+        sys.stdout = open(os.devnull, "w") if RANK else sys.stdout
 
 
-def share(before: int = 0) -> slice:
+def share(before=0) -> slice:
     """This rank's share of the tasks, after `before` others were dealt out."""
     return slice((RANK - before) % RANKS, None, RANKS)
 
@@ -543,9 +576,27 @@ def sum_over_ranks(values: list[Tensor]) -> list[Tensor]:
     return [part.view_as(v) for part, v in zip(flat.split([v.numel() for v in values]), values)]
 
 
-def wait_for_ranks():
+def from_first_rank(content: bytes, device) -> bytes:
+    """What the first rank has, on all: the ranks need not share a disk."""
+    if RANKS == 1:
+        return content
+    size = torch.tensor([len(content)], device=device)
+    torch.distributed.broadcast(size, 0)
+    buffer = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if RANK == 0:
+        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    torch.distributed.broadcast(buffer, 0)
+    return buffer.cpu().numpy().tobytes()
+
+
+def same_on_all_ranks(p: Params):
     if RANKS > 1:
-        torch.distributed.barrier()
+        low = torch.stack([v.detach().double().sum() for v in p.values()])
+        high = low.clone()
+        torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN)
+        torch.distributed.all_reduce(high, torch.distributed.ReduceOp.MAX)
+        need(torch.equal(low, high), "the processes have different parameters; start all of them "
+             "again, with the same program, data and options.")
 
 
 # --------------------------------------------------------------------------------------- Posteriors
@@ -619,7 +670,8 @@ def patch_gram(x: Tensor, T: int) -> Tensor:
     visits the last row and cell 2 never the first, which matters where i' = i. Columns likewise.
     """
     C = x.shape[1] // T
-    shift = torch.arange(3)[None] - torch.arange(3)[:, None] + 2  # (i, i') -> d + 2
+    cell = torch.arange(3, device=x.device)
+    shift = cell[None] - cell[:, None] + 2  # (i, i') -> d + 2
 
     def correlate(x, height, width):  # (T, C, C', height, width): x with itself, shifted
         shape, padding = (T * C, C, height, width), (height // 2, width // 2)
@@ -827,13 +879,19 @@ class Laplace(Posterior):
 # them (local reparameterisation); and batch norm's scale and shift, for each image.
 
 
-def noisy_layer(variance: Params, rngs: list):
-    """A `layer` with normal parameters, of mean p and variance (T, ...); a generator per task."""
+def noisy_layer(variance: Params, noise: Tensor):
+    """A `layer` with normal parameters, of mean p and variance (T, ...), that uses up noise (T, n),
+    layer after layer."""
+    T, used = len(noise), 0
 
-    def normal(h: Tensor) -> Tensor:  # drawn channels-last, which is five times as fast
-        shape = (len(h), *h.shape[2:], h.shape[1] // len(rngs)) if h.dim() == 4 else h.shape[1:]
-        eps = [torch.randn(shape, generator=rng, dtype=h.dtype, device=h.device) for rng in rngs]
-        return torch.cat(eps, -1).permute(0, 3, 1, 2) if h.dim() == 4 else torch.stack(eps)
+    def normal(h: Tensor) -> Tensor:
+        """The next of the noise in the shape of h; images are channels-last."""
+        nonlocal used
+        B = len(h) if h.dim() == 4 else h.shape[1]
+        part, used = noise[:, used : used + h.numel() // T], used + h.numel() // T
+        if h.dim() == 3:
+            return part.view(h.shape)
+        return part.view(T, B, *h.shape[2:], -1).permute(1, 0, 4, 2, 3).flatten(1, 2)
 
     def noisy(p: Params, name: str, x: Tensor) -> Tensor:
         if name.startswith("norm"):
@@ -847,6 +905,14 @@ def noisy_layer(variance: Params, rngs: list):
         return mean + wide.clamp(min=torch.finfo(x.dtype).tiny).sqrt() * normal(mean)
 
     return noisy
+
+
+def draw_noise(p: Params, x: Tensor, rngs: list) -> Tensor:
+    """All that a pass over x (T, B, ...) needs, in one draw per task: for each image a number for
+    every output of the convs, every scale and shift, every logit."""
+    filters, way = p["norm1.bias"].shape[-1], p["linear.bias"].shape[-1]
+    n = x.shape[1] * (filters * sum(side**2 + 2 for side in (28, 14, 7, 3)) + way)
+    return torch.stack([torch.randn(n, generator=r, dtype=x.dtype, device=x.device) for r in rngs])
 
 
 def gaussian_kl(mean, logvar, prior_mean, prior_logvar) -> Tensor:
@@ -891,7 +957,8 @@ class Variational(Posterior):
         total, sums = 0.0, [0.0] * len(params)
         for _ in range(S):
             variance = spread({n: v.exp() for n, v in logvar.items()}, len(x))
-            loss = cross_entropy(network(mean, x, noisy_layer(variance, rngs)), y).sum() / S
+            apply = noisy_layer(variance, draw_noise(mean, x, rngs))
+            loss = cross_entropy(network(mean, x, apply), y).sum() / S
             sums = [a + b for a, b in zip(sums, torch.autograd.grad(loss, params))]
             total = total + loss.detach()
         return total, sums[: len(mean)], sums[len(mean) :]
@@ -927,8 +994,8 @@ class Variational(Posterior):
     def predict(self, adapted, x, rngs):
         """At the adapted mean, as the authors do; and the mean probability of S samples."""
         variance = spread({n: v.detach().exp() for n, v in self.logvar.items()}, len(x))
-        samples = [network(adapted, x, noisy_layer(variance, rngs)).log_softmax(-1)
-                   for _ in range(self.cfg.mc_samples)]
+        samples = [network(adapted, x, noisy_layer(variance, draw_noise(adapted, x, rngs)))
+                   .log_softmax(-1) for _ in range(self.cfg.mc_samples)]
         sampled = torch.stack(samples).logsumexp(0) - math.log(len(samples))
         return super().predict(adapted, x, rngs) | {"sampled_": sampled}
 
@@ -1067,24 +1134,23 @@ class Run:
     """A job on its way through the datasets. Everything random is a function of the seed, the stage
     and the iteration, so a resumed run repeats the unbroken one."""
 
-    def __init__(self, job: Job, sequence, judges, facts: dict, out: Path, progress):
-        self.job, self.cfg, self.out = job, job.cfg, out
+    def __init__(self, job, sequence, judges, facts, out, progress, device="cpu"):
+        self.job, self.cfg, self.out, self.device = job, job.cfg, out, torch.device(device)
         self.sequence, self.judges = sequence, judges  # datasets to learn, datasets to evaluate on
         self.progress = progress  # takes the share done; returns True to stop
-        self.method, self.device = METHODS[job.method], sequence[0].images.device
-        self.facts = facts | dict(method=job.method, variant=job.variant, seed=job.seed,
-                                  datasets=[d.name for d in judges], stages=len(sequence))
-        self.settings = self.facts | dataclasses.asdict(job.cfg) | {
-            field: [getattr(d.setting, field) for d in sequence] for field in PER_DATASET}
-        del self.settings["revision"]
+        self.method, self.stages = METHODS[job.method], [facts_of(d) for d in sequence]
+        own = dict(method=job.method, variant=job.variant, seed=job.seed)
+        self.facts = facts | own | dict(datasets=[d.name for d in judges], stages=len(sequence))
+        self.settings = own | {"experiment": facts["experiment"]} | dataclasses.asdict(job.cfg)
         self.theta = self.initial(0)
         self.posterior = self.method.posterior(job.cfg, self.theta)
         self.stage, self.iteration, self.rows, self.clock = 0, 0, [], time.time()
 
-    def initial(self, stage: int) -> Params:
+    def initial(self, stage):
         return init_params(self.cfg, stream("cpu", self.job.seed, "init", stage), self.device)
 
-    def iterations(self, t: int) -> int:
+    def iterations(self, t):
+        """J of a stage; from scratch it lasts as long as all stages so far."""
         stages = self.sequence[0 if self.method.from_scratch else t : t + 1]
         return sum(d.setting.iterations for d in stages)
 
@@ -1111,7 +1177,7 @@ class Run:
             self.save()
         return True
 
-    def pause(self, J: int, loss: Tensor) -> bool:
+    def pause(self, J, loss) -> bool:
         """Between iterations: evaluate and save if it is time to; True to stop."""
         data, i = self.sequence[self.stage], self.iteration
         steps = [1 + d.setting.inner_steps for d in self.sequence]
@@ -1124,7 +1190,7 @@ class Run:
                  f"by iteration {i}; try a smaller --outer-rate. The last good state is kept.")
             where = dict(stage=self.stage + 1, iteration=i, iterations=J)
             where["newest"] = data.setting.iterations  # J, but for Train-On-Everything
-            for judge in self.judges if due else ():
+            for judge in (d for d in self.judges if due and d.images is not None):
                 scores = evaluate(self.theta, self.posterior, judge, self.cfg, self.job.seed)
                 where |= dict(evaluated=judge.name, seconds=round(time.time() - self.clock, 1))
                 self.rows.append(self.facts | where | scores)
@@ -1134,53 +1200,88 @@ class Run:
 
     def state(self) -> dict:
         """What a checkpoint holds; `rows` is the record."""
-        return dict(settings=self.settings, stage=self.stage, iteration=self.iteration,
-                    rows=self.rows, seconds=time.time() - self.clock, theta=self.theta,
-                    posterior=self.posterior.state(), optimiser=self.optimiser.state_dict())
+        return dict(settings=self.settings, stages=self.stages, stage=self.stage,
+                    iteration=self.iteration, rows=self.rows, seconds=time.time() - self.clock,
+                    theta=self.theta, posterior=self.posterior.state(),
+                    optimiser=self.optimiser.state_dict())
 
-    def load(self, state: dict):
-        self.stage, self.iteration, self.rows = state["stage"], state["iteration"], state["rows"]
-        self.clock, self.theta = time.time() - state["seconds"], state["theta"]
-        self.posterior.load(state["posterior"])
+    def load(self, state):
+        self.stage, self.iteration = state["stage"], state["iteration"]
+        newer = {key: self.facts[key] for key in ("data", "settings", "datasets", "stages")}
+        self.rows = [row | newer for row in state["rows"]]  # the sequence may have grown
+        self.clock = time.time() - state["seconds"]
+        self.begin_at(state)
         self.optimiser = torch.optim.Adam(self.posterior.parameters(self.theta))
         self.optimiser.load_state_dict(state["optimiser"])
         for moments in self.optimiser.state.values():
             moments["step"] = moments["step"].cpu()  # where Adam reads it without waiting
 
+    def begin_at(self, state):
+        shapes = {n: v.shape for n, v in state["theta"].items()}
+        need(shapes == {n: v.shape for n, v in self.theta.items()}, "its network is another")
+        self.theta = state["theta"]
+        self.posterior.load(state["posterior"])
+
     def save(self):
         """A checkpoint, the one before it kept, and the record made from it."""
+        same_on_all_ranks(self.theta)
         if RANK == 0:
             with replacing(self.out / "checkpoint.pt", self.out / "checkpoint.before.pt") as file:
                 torch.save(self.state(), file)
             with replacing(self.out / "record.jsonl") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in self.rows).encode())
 
-    def resume(self, fresh=False):
-        """From the newest checkpoint that can be read; from the start if there are no results."""
+    def resume(self, fresh=False, start_from=None):
+        """From the newest checkpoint that can be read; without any results, from the start, or from
+        another run's parameters and posterior."""
         names = ("checkpoint.pt", "checkpoint.before.pt", "record.jsonl")
         paths = [self.out / name for name in names]
+        self.settings["start_from"] = str(start_from or "")
         for path in paths if fresh and RANK == 0 else ():
             path.unlink(missing_ok=True)
-        wait_for_ranks()
-        state = read_checkpoint(paths[0], self.device) or read_checkpoint(paths[1], self.device)
-        if state:
-            old, new = state["settings"], self.settings
-            differ = [f"{k} was {old.get(k)!r}, is {new[k]!r}" for k in new if old.get(k) != new[k]]
-            need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); use "
-                 "another --out, or --fresh to delete it and start over.")
-            self.load(state)
-        else:
-            need(not any(p.exists() for p in paths), f"{self.out} holds results but no readable "
-                 "checkpoint; use another --out, or --fresh to delete them and start over.")
+        for path in paths[:2]:
+            try:
+                if state := read_checkpoint(path, self.device):
+                    self.compare(state)
+                    return self.load(state)
+            except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+                print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
+        there = RANK == 0 and any(path.exists() for path in paths)
+        need(not there, f"{self.out} holds results but no readable checkpoint; use another --out, "
+             "or --fresh to delete them and start over.")
+        if start_from:
+            state = read_checkpoint(Path(start_from) / names[0], self.device)
+            need(state, f"{start_from} has no checkpoint to start from; name the folder of a run.")
+            need(state["settings"]["method"] == self.job.method, f"{start_from} is a run of "
+                 f"{state['settings']['method']}, not of {self.job.method}.")
+            self.begin_at(state)
+
+    def compare(self, state):
+        """Refuse to go on from a run that this one does not continue."""
+        old, new = state["settings"], self.settings
+        differ = [f"{k} was {old.get(k)!r}, is {new[k]!r}" for k in new if old.get(k) != new[k]]
+        need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); use "
+             "another --out, or --fresh to delete it and start over.")
+        before, now = state["stages"], self.stages
+        if now[: len(before)] != before:
+            sequences = [",".join(facts["name"] for facts in some) for some in (before, now)]
+            why = "other images or settings of" if sequences[0] == sequences[1] else "a run of"
+            raise Problem(f"{self.out} holds {why} {sequences[0]}, which {sequences[1]} does not "
+                          "continue; use another --out.")
+        if state["rows"] and state["rows"][-1]["revision"] != self.facts["revision"]:
+            print(f"{self.job.name}: the program has changed since revision "
+                  f"{state['rows'][-1]['revision']}; going on with {self.facts['revision']}.")
 
 
-def read_checkpoint(path: Path, device) -> dict | None:
+def read_checkpoint(path, device) -> dict | None:
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
+        content = path.read_bytes() if RANK == 0 and path.exists() else b""
+        content = from_first_rank(content, device)
+        if not content:
+            return None
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:  # torch does not check the checksums
             need(not archive.testzip(), "a checksum in it is wrong")
-        return torch.load(path, weights_only=True, map_location=device)
-    except FileNotFoundError:
-        return None
+        return torch.load(io.BytesIO(content), weights_only=True, map_location=device)
     except Exception as error:  # torch raises almost anything on bad bytes
         print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
 
@@ -1199,7 +1300,7 @@ def replacing(path: Path, keep: Path | None = None):
         os.replace(new, path)
     except (OSError, RuntimeError) as error:  # torch has a RuntimeError for a full disk
         new.unlink(missing_ok=True)
-        raise Problem(f"{path} cannot be written ({brief(error)}); what was there before is kept.")
+        raise OSError(f"{path} cannot be written ({brief(error)}); what was there is kept.")
 
 
 @contextlib.contextmanager
@@ -1425,6 +1526,68 @@ def report(folder, settings=None):
     return text
 
 
+# ----------------------------------------------------------------------------------------- Classify
+
+
+def classify(args):
+    """Adapt a run's network to the classes of args.labelled, then tell those of args.images.
+
+    All images go through the network together: batch norm uses their joint statistics.
+    """
+    for name, path in (("from", args.source), ("labelled", args.labelled), ("images", args.images)):
+        need(path and path.is_dir(), f"classify needs --{name}, a folder; {path} is none.")
+    state = read_checkpoint(args.source / "checkpoint.pt", "cpu")
+    need(state, f"{args.source} has no checkpoint that can be read.")
+    fields, last = {f.name for f in dataclasses.fields(Config)}, state["stages"][-1]
+    cfg = Config(**{name: v for name, v in state["settings"].items() if name in fields})
+    x_s, y_s, classes = read_classes(args.labelled, cfg.channels)
+    n = len(classes)
+    need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
+         f"can tell 2 to {cfg.way} classes apart. Train one with --way {n}.")
+    files, x_q = [], []
+    for path in sorted(p for p in args.images.rglob("*") if not p.is_dir()):
+        try:
+            x_q.append(read_image(path, args.images, "L" if cfg.channels == 1 else "RGB"))
+            files.append(path.relative_to(args.images))
+        except Problem as problem:
+            print(f"left out: {problem}")
+    need(files, f"{args.images} holds no image that can be read.")
+    alpha = args.inner_rate[0] if args.inner_rate else last["inner_rate"]
+    k = args.eval_steps[0] if args.eval_steps else last["eval_steps"]
+    print(f"{n} classes, {len(y_s)} labelled images, {len(files)} others; alpha {alpha:g}, k {k}")
+    chances = predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k)
+    with open("predictions.csv", "w", newline="") as file:
+        csv.writer(file).writerow(["file", "class", *classes])
+        for name, p in zip(files, chances):
+            found = classes[int(np.argmax(p))]
+            csv.writer(file).writerow([name, found, *(f"{v:.4f}" for v in p)])
+            print(f"{str(name):40} {found:24} {max(p):.2f}")
+    right = [name.parts[0] == classes[int(np.argmax(p))] for name, p in zip(files, chances)
+             if name.parts[0] in classes]
+    if right:
+        print(f"{np.mean(right):.1%} of the {len(right)} images in folders of these classes are right")
+
+
+def predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k):
+    """Probabilities (B, n) of n classes, by the first n outputs of a checkpoint's network."""
+
+    def first(p):
+        return {name: v[:n] if name.startswith("linear") else v for name, v in p.items()}
+
+    def floats(images):
+        x = torch.from_numpy(np.array(images)).reshape(1, len(images), 28, 28, -1)
+        return to_floats(x.permute(0, 1, 4, 2, 3), cfg.channels)
+
+    theta, kept = first(state["theta"]), state["posterior"]
+    posterior = METHODS[state["settings"]["method"]].posterior(cfg, theta)
+    posterior.load({name: first(v) if name == "logvar" else v for name, v in kept.items()})
+    start, y_s = leaves(spread(theta, 1)), torch.from_numpy(y_s)[None]
+    adapted, _ = adapt(start, floats(x_s), y_s, torch.tensor([alpha]), k)
+    with torch.no_grad():
+        found = posterior.predict(adapted, floats(x_q), [stream("cpu", "classify")])
+    return found.get("sampled_", found[""])[0].exp().numpy()
+
+
 # ------------------------------------------------------------------------------------- Command line
 
 
@@ -1452,7 +1615,7 @@ def options():
     def add(name, text, **how):
         parser.add_argument(flag(name), help=text, **how)
 
-    parser.add_argument("command", choices=[*EXPERIMENTS, "report"])
+    parser.add_argument("command", choices=[*EXPERIMENTS, "report", "classify"])
     add("sequence", "datasets, or folders of class folders (default: the experiment's)", type=names)
     add("methods", f"of {','.join(METHODS)} (default: all)", type=names, default=list(METHODS))
     add("seeds", "default: 0", type=integers, default=(0,))
@@ -1463,6 +1626,10 @@ def options():
     add("jobs", "runs side by side (default: one per core, or 1 on a GPU)", type=int)
     add("generated", "generated datasets stand in for missing ones", action="store_true")
     add("fresh", "delete the results of these runs and start over", action="store_true")
+    add("start_from", "folder of a run whose parameters and posterior to begin with", type=Path)
+    add("from", "classify: folder of the run to use", type=Path, dest="source")
+    add("labelled", "classify: folder of class folders, with some images each", type=Path)
+    add("images", "classify: folder of the images to classify", type=Path)
     for name in PER_DATASET:
         kind = numbers if name == "inner_rate" else integers
         add(name, "one for all datasets, or one for each", type=kind)
@@ -1481,7 +1648,7 @@ def options():
 def parse(argv):
     """The command line, checked, with its Config as `cfg` and its runs as `todo`."""
     args = options().parse_args(argv)
-    if args.command == "report":
+    if args.command in ("report", "classify"):
         return args
     experiment, gpu = EXPERIMENTS[args.command], torch.cuda.is_available()
     args.device = args.device or ("cuda" if gpu else "cpu")
@@ -1518,9 +1685,9 @@ def parse(argv):
     return args
 
 
-def facts_of(args, sequence):
+def shared_facts(args, sequence):
     """What all records of a table share."""
-    settings = repr((args.cfg, [(d.name, d.checksum, d.setting) for d in sequence])).encode()
+    settings = repr((args.cfg, [facts_of(d) for d in sequence])).encode()
     kinds = " and ".join(sorted({d.kind for d in sequence}, reverse=True))
     return dict(experiment=args.command, schedule=args.schedule, data=kinds, way=args.cfg.way,
                 settings=hashlib.md5(settings).hexdigest()[:8], revision=revision())
@@ -1534,24 +1701,36 @@ def revision():
     return "unknown"
 
 
-def work(args, job, progress):
+def load_for(args, job, device="cpu"):
+    """The sequence for a job, of whose finished stages the images may be gone."""
+    state = read_checkpoint(args.out / args.command / job.name / "checkpoint.pt", "cpu")
+    learned = state["stages"][: state["stage"]] if state and not args.fresh else ()
+    sequence = load_sequence(args.sequence, args.per_dataset, job.cfg, args.data, device, learned)
+    gone = [d.name for d in sequence if d.images is None]
+    need(not gone or METHODS[job.method].source is from_newest, f"{METHODS[job.method].label} trains "
+         f"on all datasets, and {', '.join(gone)} is gone; leave {job.method} out of --methods.")
+    return sequence
+
+
+def work(args, job, progress) -> bool:
     """One run, from its data to its last record; False if it was stopped."""
-    device = f"cuda:{LOCAL_RANK}" if args.device == "cuda" else "cpu"
-    sequence = judges = load_sequence(args.sequence, args.per_dataset, job.cfg, args.data, device)
-    facts, out = facts_of(args, sequence), args.out / args.command / job.name
+    sequence = judges = load_for(args, job, args.device)
+    facts, out = shared_facts(args, sequence), args.out / args.command / job.name
     if args.command == "omniglot":
         sequence, *judges = task_sequence(sequence[0], job.cfg, job.seed)
-    run = Run(job, sequence, judges, facts, out, progress)
+    run = Run(job, sequence, judges, facts, out, progress, args.device)
     with lock(out) if RANK == 0 else contextlib.nullcontext():
-        run.resume(args.fresh)
+        run.resume(args.fresh, args.start_from)
         return run.go()
 
 
-def child(args, number, shares, stop):
+def child(args, number, slot, shares, stop):
     """A run in its own process. The parent alone hears signals, and passes them on as `stop`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)  # two runs with a thread each beat one run with two
+    if args.device == "cuda":
+        torch.cuda.set_device(slot % torch.cuda.device_count())
 
     def progress(share):
         shares[number] = share
@@ -1563,20 +1742,26 @@ def child(args, number, shares, stop):
 def side_by_side(args, show):
     """Every run in its own process, `--jobs` at a time; returns those that failed."""
     context, running, failed = multiprocessing.get_context("spawn"), {}, []
-    start, said = time.time(), 0.0
     shares, stop = context.Array("d", len(args.todo)), context.Event()
-    waiting, slots = list(args.todo), args.jobs or (1 if args.device == "cuda" else os.cpu_count())
+    waiting, start, said = list(enumerate(args.todo)), time.time(), 0.0
+    slots = args.jobs or (torch.cuda.device_count() if args.device == "cuda" else os.cpu_count())
+    free = list(range(slots))
     try:
         while waiting or running:
-            if waiting and len(running) < slots:
-                number = len(args.todo) - len(waiting)
-                process = context.Process(target=child, args=(args, number, shares, stop))
-                running[waiting.pop(0).name] = process
+            if waiting and free:
+                (number, job), slot = waiting.pop(0), free.pop(0)
+                process = context.Process(target=child, args=(args, number, slot, shares, stop))
+                running[job.name] = process, slot
                 process.start()
-            for name in [n for n, process in running.items() if process.exitcode is not None]:
-                if code := running.pop(name).exitcode:
-                    failed.append(f"{name} (status {code})")
-                show()
+            for name, (process, slot) in list(running.items()):
+                if process.exitcode is not None:
+                    free.append(running.pop(name)[1])
+                    if process.exitcode:
+                        failed.append(name)
+                        print(f"boml: {name} has failed ({process.exitcode}).", file=sys.stderr)
+                    if process.exitcode == FULL:
+                        waiting.clear()
+                    show()
             if time.time() > said + (1 if sys.stderr.isatty() else 60):
                 said, share = time.time(), sum(shares) / len(shares)
                 end = time.localtime(start + (said - start) / max(share, 1e-6))
@@ -1586,27 +1771,35 @@ def side_by_side(args, show):
             time.sleep(0.1)
     finally:  # also after a signal: each run finishes its iteration and saves its state
         stop.set()
-        for process in running.values():
+        for process, _ in running.values():
             process.join()
     return failed
 
 
 def main(argv):
+    for stream_ in (sys.stdout, sys.stderr):
+        stream_.reconfigure(errors="backslashreplace")  # of names that the terminal cannot show
     args = parse(argv)
     if args.command == "report":
         folders = sorted({path.parents[1] for path in args.out.glob("*/*/record.jsonl")})
         need(folders, f"{args.out} holds no records; run an experiment, or name another --out.")
         return print("\n".join(map(report, folders)))
-    start_ranks(args.cfg, args.device)
-    sequence = load_sequence(args.sequence, args.per_dataset, args.cfg, args.data)
-    cfg, folder, facts = args.cfg, args.out / args.command, facts_of(args, sequence)
+    if args.command == "classify":
+        return classify(args)
+    cfg, folder = args.cfg, args.out / args.command
+    curvature = any(job.method == "bomla" for job in args.todo)
+    start_ranks(args.device, min(cfg.eval_tasks, cfg.hessian_tasks) if curvature else cfg.eval_tasks)
+    sequence = load_for(args, args.todo[0])
+    facts = shared_facts(args, sequence)
     print(f"{heading(facts)}, on {args.device}: {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries "
           f"per class, meta-batches of {cfg.meta_batch}; results in {folder}")
     for d in sequence:
-        classes, s = "/".join(str(len(d.splits[split])) for split in SPLITS), d.setting
-        print(f"  {d.name} ({d.kind}): {classes} classes, {len(d.images):,} images; {s.iterations} "
-              f"iterations, alpha {s.inner_rate:g}, k {s.inner_steps} ({s.eval_steps} to evaluate)",
-              flush=True)
+        s, what = d.setting, "its images are gone"
+        if d.images is not None:
+            classes = "/".join(str(len(d.splits[split])) for split in SPLITS)
+            what = f"{classes} classes, {len(d.images):,} images"
+        print(f"  {d.name} ({d.kind}): {what}; {s.iterations} iterations, alpha {s.inner_rate:g}, "
+              f"k {s.inner_steps} ({s.eval_steps} to evaluate)", flush=True)
 
     def show():
         if RANK == 0:
@@ -1618,6 +1811,9 @@ def main(argv):
     else:
         failed = side_by_side(args, show)
     need(not failed, f"{', '.join(failed)} did not finish; the same command goes on from there.")
+
+
+FULL = 3  # the status of a run that could not write
 
 
 class Stopped(BaseException):
@@ -1632,9 +1828,10 @@ def one_sentence(function, *args):
     """A mistake of the user's or the machine's ends in one sentence and status 2."""
     try:
         function(*args)
-    except (Problem, OSError) as problem:
+    except (Problem, OSError, MemoryError, torch.OutOfMemoryError) as problem:
         print(f"boml: {problem}", file=sys.stderr)
-        sys.exit(2)
+        in_child = isinstance(problem, OSError) and multiprocessing.parent_process()
+        sys.exit(FULL if in_child else 2)
     except Stopped as stopped:
         print("\nboml: stopped; the same command goes on from here.", file=sys.stderr)
         sys.exit(128 + stopped.args[0])
