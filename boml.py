@@ -38,7 +38,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads: 15x slower on shared cores
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages: fewer page faults
 
-import argparse, atexit, contextlib, csv, dataclasses, fcntl, functools, hashlib, html, io
+import argparse, contextlib, csv, dataclasses, fcntl, functools, hashlib, html, io
 import itertools, json, math, multiprocessing, re, signal, subprocess, sys, time, zipfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -199,21 +199,23 @@ class Dataset(NamedTuple):
 
 def read_npz(path: Path) -> tuple:
     """images, labels, classes, split and origin of a packed dataset."""
+    make = f"make it with: bash run.sh data {path.stem} --data {path.parent}"
     try:
         with np.load(path, allow_pickle=False) as z:
             arrays = tuple(z[k] for k in ("images", "labels", "classes", "split", "origin"))
-        images, labels, classes, split, _ = arrays
+        images, labels, classes, split, origin = arrays
         need(images.dtype == np.uint8 and images.shape[1:] in ((28, 28), (28, 28, 3)), "no images")
-        need(np.array_equal(np.unique(labels), np.arange(len(classes))), "wrong labels")
-        need(len(images) == len(labels) and len(set(classes.tolist())) == len(split), "wrong sizes")
-        need(set(split.tolist()) <= set(SPLITS), "wrong split")
+        need(labels.dtype.kind in "iu" and labels.shape == images.shape[:1], "no label per image")
+        need(classes.ndim == split.ndim == origin.ndim == 1 and len(origin), "wrong shapes")
+        need(len(set(classes.tolist())) == len(classes) == len(split) > 0, "no class names")
+        need(np.array_equal(np.unique(labels), np.arange(len(classes))), "labels without a class")
+        need(set(split.tolist()) <= set(SPLITS), "an unknown split")
         return arrays
     except FileNotFoundError:
-        raise Problem(f"{path} is not there; make it with: bash run.sh data {path.stem}, or let a "
-                      "generated dataset stand in for it with --generated.")
+        raise Problem(f"{path} is not there; {make}, or let generated datasets stand in for "
+                      "missing ones with --generated.")
     except Exception as error:  # NumPy raises almost anything on bad bytes
-        raise Problem(f"{path} is damaged ({brief(error)}); delete it and make it again with: bash "
-                      f"run.sh data {path.stem}")
+        raise Problem(f"{path} is damaged ({brief(error)}); delete it and {make}.")
 
 
 def read_image(path: Path, folder: Path, mode: str) -> np.ndarray:
@@ -268,7 +270,8 @@ def read_folder(path: Path, cfg: Config) -> tuple:
 
 def load_dataset(name: str, folder: Path, cfg: Config, device="cpu") -> Dataset:
     """data/<name>.npz, or one's own folder of class folders."""
-    need(name in DATASETS or Path(name).is_dir(), f"{name!r} is neither a dataset nor a folder.")
+    there = name in DATASETS or name and Path(name).is_dir()
+    need(there, f"{name!r} is neither a folder nor one of {', '.join(DATASETS)}.")
     arrays = read_npz(folder / f"{name}.npz") if name in DATASETS else read_folder(Path(name), cfg)
     images, labels, classes, split, (kind, *_) = arrays
     facts = repr((labels.tolist(), classes.tolist(), split.tolist()))
@@ -285,7 +288,7 @@ def load_dataset(name: str, folder: Path, cfg: Config, device="cpu") -> Dataset:
         images = torch.cat([images.rot90(r, (2, 3)) for r in range(4)])
         classes = [f"{c} turned {90 * r}" for r in range(4) for c in classes]
     splits = {s: c.to(device) for s, c in splits.items()}
-    return Dataset(Path(name).resolve().name, kind, classes, setting, images.to(device),
+    return Dataset(Path(name).resolve().name, str(kind), classes, setting, images.to(device),
                    rows.to(device), splits, checksum)
 
 
@@ -331,22 +334,25 @@ def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset],
     DIFFERS: an alphabet's last, incomplete task is left out, 24 of the paper's 254.
     """
     rng, tasks = np.random.default_rng(seed), []
-    names = [name.split("/")[0] for name in data.classes]
-    members = {a: [c for c, b in enumerate(names) if a == b] for a in names}
+    alphabets = [name.split("/")[0] for name in data.classes]
+
+    def members(split):
+        return {a: [c for c in data.splits[split].tolist() if alphabets[c] == a] for a in alphabets}
 
     def index(classes):
         return torch.tensor(classes).to(data.rows)
 
-    for alphabet in rng.permutation(list(dict.fromkeys(names[c] for c in data.splits["train"]))):
-        letters = rng.permutation(members[alphabet])
+    training = {a: letters for a, letters in members("train").items() if letters}
+    for alphabet in rng.permutation(list(training)):
+        letters = rng.permutation(training[alphabet])
         for k in range(len(letters) // cfg.way):
             chosen = index(letters[k * cfg.way : (k + 1) * cfg.way])
             tasks.append(data._replace(name=f"{alphabet} {k + 1}", splits={"train": chosen}))
-    unseen = {s: index([c for c in data.splits[s].tolist() if len(members[names[c]]) >= cfg.way])
-              for s in ("val", "test")}
+    unseen = {s: index([c for letters in members(s).values() if len(letters) >= cfg.way
+                        for c in letters]) for s in ("val", "test")}
     need(tasks and len(unseen[cfg.split]), f"no alphabet has {cfg.way} characters; lower --way.")
-    alphabet = index([list(members).index(a) for a in names])
-    judge = data._replace(name="unseen alphabets", splits=unseen, alphabet=alphabet)
+    number = index([alphabets.index(a) for a in alphabets])
+    judge = data._replace(name="unseen alphabets", splits=unseen, alphabet=number)
     return tasks[: cfg.tasks], judge
 
 
@@ -559,8 +565,15 @@ def start_ranks(device, fewest):
             need(LOCAL_RANK < gpus, f"torchrun starts more processes than the {gpus} GPUs here.")
             torch.cuda.set_device(LOCAL_RANK)
         torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
-        atexit.register(torch.distributed.destroy_process_group)  # or torch may abort at the exit
         sys.stdout = open(os.devnull, "w") if RANK else sys.stdout
+
+
+def end_ranks():
+    """All at once, and without Python's clean-up, in which torch sometimes aborts."""
+    if TORCHRUN:
+        torch.distributed.barrier()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def share(before=0) -> slice:
@@ -583,7 +596,7 @@ def from_first_rank(content: bytes, device) -> bytes:
     size = torch.tensor([len(content)], device=device)
     torch.distributed.broadcast(size, 0)
     buffer = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if RANK == 0:
+    if RANK == 0 and content:
         buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     torch.distributed.broadcast(buffer, 0)
     return buffer.cpu().numpy().tobytes()
@@ -733,13 +746,13 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> 
     one_hot = torch.eye(prob.shape[-1], dtype=prob.dtype, device=prob.device)
     if exact:
         sign = torch.where(u < 0.5, -1.0, 1.0).to(prob)[..., None]
-        signals = [sign * prob[..., c, None].sqrt() * (prob - e) for c, e in enumerate(one_hot)]
+        cotangents = [sign * prob[..., c, None].sqrt() * (prob - e) for c, e in enumerate(one_hot)]
     else:
         label = (prob.cumsum(-1)[..., :-1] <= u[..., None]).sum(-1)
-        signals = [prob - one_hot[label]]
+        cotangents = [prob - one_hot[label]]
     outputs, G = [h for _, h in seen.values()], dict.fromkeys(seen, 0.0)
-    for signal in signals:
-        grads = torch.autograd.grad(logits, outputs, signal, retain_graph=True)
+    for cotangent in cotangents:
+        grads = torch.autograd.grad(logits, outputs, cotangent, retain_graph=True)
         for (name, (inputs, _)), g in zip(seen.items(), grads):
             G[name] = G[name] + output_factor(name, inputs, g, len(x))
     return {n: (G[n],) if n.startswith("norm") else (input_factor(n, inputs, len(x)), G[n])
@@ -766,8 +779,8 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
     parameters, seen from theta through the adaptation's Jacobian I - a H; a block for each layer.
 
     DIFFERS: the paper has a = 1 (Eq. 12), but one step of SGD has a = alpha.
-    The mean over tasks is of factors, which keeps the result positive semi-definite, or of their
-    products, as in the paper. A batch is x_s, y_s, x_q, y_q and uniform numbers to draw labels by.
+    The mean over tasks is of factors, as in the authors' code, or of products, as in the paper. A
+    batch is x_s, y_s, x_q, y_q and uniform numbers to draw the labels of both sets by.
     """
     products, tasks, support_sums, query_sums = cfg.averaging == "products", 0, {}, {}
 
@@ -795,12 +808,12 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
     return blocks
 
 
-def merge(block: Block, rank: int, clip: bool) -> Block:
+def merge(block: Block, rank: int) -> Block:
     """The nearest sum of `rank` Kronecker products in Frobenius norm (Van Loan and Pitsianis 1993).
 
     Rearranged, the sum of A_i(x)G_i is the matrix of vec(A_i) vec(G_i)', and its truncated SVD the
     best approximation, for which QR decompositions leave an r x r problem. One pair of a positive
-    semi-definite sum is positive semi-definite; `clip` makes it so for any sum.
+    semi-definite sum is positive semi-definite.
     """
     if len(block) == 1 or not rank or len(block[0]) <= rank:
         return block
@@ -812,9 +825,6 @@ def merge(block: Block, rank: int, clip: bool) -> Block:
     trace = A[:: block[0].shape[-1] + 1].sum(0)
     sign = torch.where(trace < 0, -1.0, 1.0)  # both factors positive rather than both negative
     pairs = [(f * sign).T.reshape(rank, *x.shape[1:]) for f, x in zip((A, G), block)]
-    if clip:
-        spectra = [torch.linalg.eigh(f) for f in pairs]
-        pairs = [v * e.clamp(min=0)[:, None] @ v.mT for e, v in spectra]
     return tuple(f.to(x.dtype) for f, x in zip(pairs, block))
 
 
@@ -864,7 +874,7 @@ class Laplace(Posterior):
             need(finite, f"{data.name}'s curvature in {name} is not finite; lower --outer-rate.")
             block = (*block[:-1], block[-1] * cfg.past_weight)
             block = add_blocks(self.blocks[name], block) if name in self.blocks else block
-            self.blocks[name] = merge(block, cfg.merge_rank, clip=cfg.averaging == "products")
+            self.blocks[name] = merge(block, cfg.merge_rank)
 
     def state(self):
         return dict(mean=self.mean, blocks=self.blocks)
@@ -1228,6 +1238,10 @@ class Run:
         if RANK == 0:
             with replacing(self.out / "checkpoint.pt", self.out / "checkpoint.before.pt") as file:
                 torch.save(self.state(), file)
+        self.write_record()
+
+    def write_record(self):
+        if RANK == 0:
             with replacing(self.out / "record.jsonl") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in self.rows).encode())
 
@@ -1237,18 +1251,22 @@ class Run:
         names = ("checkpoint.pt", "checkpoint.before.pt", "record.jsonl")
         paths = [self.out / name for name in names]
         self.settings["start_from"] = str(start_from or "")
-        for path in paths if fresh and RANK == 0 else ():
-            path.unlink(missing_ok=True)
+        for path in self.out.glob("*") if fresh and RANK == 0 else ():
+            if path.name.startswith(("checkpoint", "record")):
+                path.unlink()
         for path in paths[:2]:
             try:
                 if state := read_checkpoint(path, self.device):
                     self.compare(state)
-                    return self.load(state)
+                    self.load(state)
+                    if RANK == 0 and path != paths[0] and paths[0].exists():
+                        os.replace(paths[0], self.out / "checkpoint.damaged")  # not over the good one
+                    return self.write_record()
             except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
                 print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
-        there = RANK == 0 and any(path.exists() for path in paths)
-        need(not there, f"{self.out} holds results but no readable checkpoint; use another --out, "
-             "or --fresh to delete them and start over.")
+        found = [p for pattern in ("checkpoint*", "record*") for p in self.out.glob(pattern)]
+        need(RANK or not found, f"{self.out} holds results but no readable checkpoint; use another "
+             "--out, or --fresh to delete them and start over.")
         if start_from:
             state = read_checkpoint(Path(start_from) / names[0], self.device)
             need(state, f"{start_from} has no checkpoint to start from; name the folder of a run.")
@@ -1278,6 +1296,7 @@ def read_checkpoint(path, device) -> dict | None:
         content = path.read_bytes() if RANK == 0 and path.exists() else b""
         content = from_first_rank(content, device)
         if not content:
+            need(RANK or not path.exists(), "it is empty")
             return None
         with zipfile.ZipFile(io.BytesIO(content)) as archive:  # torch does not check the checksums
             need(not archive.testzip(), "a checksum in it is wrong")
@@ -1289,7 +1308,7 @@ def read_checkpoint(path, device) -> dict | None:
 @contextlib.contextmanager
 def replacing(path: Path, keep: Path | None = None):
     """A file that takes path's place once all of it is on disk."""
-    new = path.with_suffix(".tmp")
+    new = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         with open(new, "wb") as file:
             yield file
@@ -1320,18 +1339,27 @@ def lock(folder: Path):
 
 
 def read_records(folder, settings=None):
-    """The rows of each record in the folder, by variant and seed; what cannot be used is named."""
-    runs, order = {}, list(METHODS)
+    """The rows of each record in the folder, by variant and seed, all of these settings or of those
+    that most have. What cannot be used is named."""
+    found, runs, order = {}, {}, list(METHODS)
     for path in sorted(folder.glob("*/record.jsonl")):
         try:
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             for r in rows:
-                need(settings in (None, r["settings"]), "its settings are others")
-                need(0 <= r["accuracy"] <= 1 and 0 < r["iteration"] <= r["iterations"], "numbers")
-                need(r["evaluated"] in r["datasets"] and r["newest"] and r["stages"], "no dataset")
-            runs[r["variant"], r["seed"]] = label_of(r["variant"]) and rows
+                need(0 <= r["accuracy"] <= 1 and 0 < r["iteration"] <= r["iterations"], "a number")
+                need(0 < r["stage"] <= r["stages"] and r["newest"] and r["way"], "a stage")
+                need(r["evaluated"] in r["datasets"] and METHODS[r["method"]], "a name")
+                need(label_of(r["variant"]) and r["seed"] >= 0, "a variant")
+            found[path] = rows[0]["settings"], (r["variant"], r["seed"]), rows
         except Exception as error:  # a foreign file can hold anything
-            print(f"left out: {path} ({brief(error)})")
+            print(f"left out: {path} ({brief(error)} is wrong in it)")
+    counts = Counter(of for of, _, _ in found.values())
+    settings = settings or max(counts, key=counts.get, default=None)
+    for path, (of, key, rows) in found.items():
+        if of == settings:
+            runs[key] = rows
+        else:
+            print(f"left out: {path} (its settings are others)")
     return dict(sorted(runs.items(), key=lambda r: (order.index(r[0][0].split("@")[0]), r[0])))
 
 
@@ -1381,7 +1409,7 @@ def table(runs, names, T):
             values = [[s[key] for s in seeds if not math.isnan(s[key])] for key in keys]
             cell = " -> ".join(f"{np.mean(v):.1f}" if v else "..." for v in values)
             cells.append(cell + (f" ± {half_width(values[-1]):.1f}" if len(values[-1]) > 2 else ""))
-        lines.append(f"| {label_of(variant)} | {len(seeds)} | {' | '.join(cells)} |")
+        lines.append(f"| {label_of(variant)} | {len(values[-1])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -1434,7 +1462,8 @@ def verdicts(runs, claims):
     pattern = r"(\S+) ((\S+) (\w+ \w+) ([<>]) (\S+) (\w+ \w+)(?: ([+-] \d+))?)"
     for section, claim, a, key_a, sign, b, key_b, margin in re.findall(pattern, claims):
         seeds = [seed for variant, seed in found if variant == a and (b, seed) in found]
-        apart = [found[a, seed][key_a] - found[b, seed][key_b] for seed in seeds]
+        apart = [found[a, seed].get(key_a, math.nan) - found[b, seed].get(key_b, math.nan)
+                 for seed in seeds]
         apart = [value for value in apart if not math.isnan(value)]  # both have come that far
         mean, half = sum(apart) / max(len(apart), 1), half_width(apart)
         over = mean - float(margin.replace(" ", "") or 0)
@@ -1520,9 +1549,10 @@ def report(folder, settings=None):
     text = f"{title}: accuracy in %, 95 % intervals over seeds\n\n{table(runs, names, T)}\n"
     claims = "" if first["experiment"] == "run" else CLAIMS if T == len(names) else TASK_CLAIMS
     with replacing(folder / "report.md") as file:
-        file.write(f"{text}\n{verdicts(runs, claims)}\n".encode())
+        file.write(f"{text}\n{verdicts(runs, claims)}\n".encode(errors="backslashreplace"))
     with replacing(folder / "accuracy.svg") as file:
-        file.write(figure(runs, names, T, title, first["way"]).encode())
+        svg = figure(runs, names, T, title, first["way"])
+        file.write(svg.encode(errors="backslashreplace"))
     return text
 
 
@@ -1565,7 +1595,7 @@ def classify(args):
     right = [name.parts[0] == classes[int(np.argmax(p))] for name, p in zip(files, chances)
              if name.parts[0] in classes]
     if right:
-        print(f"{np.mean(right):.1%} of the {len(right)} images in folders of these classes are right")
+        print(f"right for {np.mean(right):.1%} of {len(right)} images in folders of these classes")
 
 
 def predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k):
@@ -1658,6 +1688,8 @@ def parse(argv):
     values = SCHEDULES[args.schedule] | experiment.every | own
     args.sequence = args.sequence or list(experiment.sequence)
     need(args.sequence, "run needs --sequence: datasets in order, separated by commas.")
+    need(args.command != "omniglot" or len(args.sequence) == 1, "omniglot takes one dataset, whose "
+         "alphabets it cuts into tasks.")
     for j, name in enumerate(args.sequence):
         if args.generated and name in DATASETS and not (args.data / f"{name}.npz").exists():
             args.sequence[j] = DATASETS[name].stand_in or name
@@ -1671,6 +1703,8 @@ def parse(argv):
         for value in several:
             check(name, value, 0 if name == "inner_rate" else 1)
     check("jobs", args.jobs or 1, 1)
+    weighed = set(args.methods) & set(experiment.past_weight)
+    need(weighed or not args.past_weight, "--past-weight is for bomla and bomvi; add one of them.")
     args.cfg, args.todo = Config(**values), []
     for seed, method in itertools.product(args.seeds, args.methods):
         check("seeds", seed, 0)
@@ -1707,8 +1741,8 @@ def load_for(args, job, device="cpu"):
     learned = state["stages"][: state["stage"]] if state and not args.fresh else ()
     sequence = load_sequence(args.sequence, args.per_dataset, job.cfg, args.data, device, learned)
     gone = [d.name for d in sequence if d.images is None]
-    need(not gone or METHODS[job.method].source is from_newest, f"{METHODS[job.method].label} trains "
-         f"on all datasets, and {', '.join(gone)} is gone; leave {job.method} out of --methods.")
+    need(not gone or METHODS[job.method].source is from_newest, f"{job.method} trains on all "
+         f"datasets, and {', '.join(gone)} is gone; leave it out of --methods.")
     return sequence
 
 
@@ -1752,7 +1786,9 @@ def side_by_side(args, show):
                 (number, job), slot = waiting.pop(0), free.pop(0)
                 process = context.Process(target=child, args=(args, number, slot, shares, stop))
                 running[job.name] = process, slot
+                heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # also while it imports
                 process.start()
+                signal.signal(signal.SIGINT, heard)
             for name, (process, slot) in list(running.items()):
                 if process.exitcode is not None:
                     free.append(running.pop(name)[1])
@@ -1787,8 +1823,8 @@ def main(argv):
     if args.command == "classify":
         return classify(args)
     cfg, folder = args.cfg, args.out / args.command
-    curvature = any(job.method == "bomla" for job in args.todo)
-    start_ranks(args.device, min(cfg.eval_tasks, cfg.hessian_tasks) if curvature else cfg.eval_tasks)
+    curved = cfg.hessian_tasks if "bomla" in args.methods else cfg.eval_tasks
+    start_ranks(args.device, min(cfg.eval_tasks, curved))
     sequence = load_for(args, args.todo[0])
     facts = shared_facts(args, sequence)
     print(f"{heading(facts)}, on {args.device}: {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries "
@@ -1810,6 +1846,7 @@ def main(argv):
         show()
     else:
         failed = side_by_side(args, show)
+    end_ranks()
     need(not failed, f"{', '.join(failed)} did not finish; the same command goes on from there.")
 
 
@@ -1826,6 +1863,9 @@ def stop(number, _):
 
 def one_sentence(function, *args):
     """A mistake of the user's or the machine's ends in one sentence and status 2."""
+    if not multiprocessing.parent_process():
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
     try:
         function(*args)
     except (Problem, OSError, MemoryError, torch.OutOfMemoryError) as problem:
@@ -1838,6 +1878,4 @@ def one_sentence(function, *args):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
     one_sentence(main, sys.argv[1:])

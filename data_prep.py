@@ -581,7 +581,7 @@ def prepare(name: str, raw: Path | None, data: Path) -> bool:
             make(name, raw, data)
             state = f"made in {time.time() - start:.0f} s"
         _, labels, classes, _, origin = boml.read_npz(path)
-        print(row(name, f"{len(classes):,}", f"{len(labels):,}", origin[1], state), flush=True)
+        print(row(name, f"{len(classes):,}", f"{len(labels):,}", origin[-1], state), flush=True)
         return True
     except Unreachable as error:
         print(row(name, "-", "-", "-", f"missing: {error}."), flush=True)
