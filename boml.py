@@ -1251,8 +1251,8 @@ class Run:
         names = ("checkpoint.pt", "checkpoint.before.pt", "record.jsonl")
         paths = [self.out / name for name in names]
         self.settings["start_from"] = str(start_from or "")
-        for path in self.out.glob("*") if fresh and RANK == 0 else ():
-            if path.name.startswith(("checkpoint", "record")):
+        for path in self.out.glob("*") if RANK == 0 else ():
+            if path.suffix == ".tmp" or fresh and path.name != "lock":
                 path.unlink()
         for path in paths[:2]:
             try:
@@ -1409,7 +1409,8 @@ def table(runs, names, T):
             values = [[s[key] for s in seeds if not math.isnan(s[key])] for key in keys]
             cell = " -> ".join(f"{np.mean(v):.1f}" if v else "..." for v in values)
             cells.append(cell + (f" ± {half_width(values[-1]):.1f}" if len(values[-1]) > 2 else ""))
-        lines.append(f"| {label_of(variant)} | {len(values[-1])} | {' | '.join(cells)} |")
+        done = f"{len(values[-1])} of " if len(values[-1]) < len(seeds) else ""
+        lines.append(f"| {label_of(variant)} | {done}{len(seeds)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -2321,7 +2321,7 @@ def test_stage_to_come_is_left_open(tmp_path):
     """A report while runs are under way has the numbers that there are and dots for those to come."""
     put(tmp_path, made_up("maml", 0, TWO)[:2], made_up("bomla", 0, TWO))
     text = boml.report(tmp_path)
-    assert "| Sequential MAML | 1 | 80.0 -> ... | ... |" in text and "| BomLA | 1 | 80.0 -> 60.0 | 50.0 |" in text
+    assert "| Sequential MAML | 0 of 1 | 80.0 -> ... | ... |" in text and "| BomLA | 1 | 80.0 -> 60.0 | 50.0 |" in text
 
 
 def test_run_without_evaluation_disturbs_no_other(tmp_path):
