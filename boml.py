@@ -675,6 +675,14 @@ def to_matrix(p: Params, name: str) -> Tensor:
     return torch.cat([weight.view(len(weight), -1), p[f"{name}.bias"][:, None]], 1)
 
 
+def to_params(matrix: Tensor, name: str, like: Params) -> Params:
+    """The inverse of to_matrix."""
+    if name.startswith("conv"):
+        return {f"{name}.weight": matrix.view_as(like[f"{name}.weight"])}
+    weight = matrix[:, :-1].reshape(like[f"{name}.weight"].shape)
+    return {f"{name}.weight": weight, f"{name}.bias": matrix[:, -1]}
+
+
 def patch_gram(x: Tensor, T: int) -> Tensor:
     """patches(x) patches(x)' by 25 autocorrelations instead of 81 products: K-FAC is 1.7x as fast.
 
@@ -765,8 +773,11 @@ def sandwich(support: Block, query: Block, a: float) -> Block:
     if len(support) == 1:
         jacobian = torch.eye(2, dtype=support[0].dtype, device=support[0].device) - a * support[0]
         return (jacobian @ query[0] @ jacobian.mT,)
-    A, G = (torch.stack([X_q, X @ X_q, X_q @ X, X @ X_q @ X], -3) for X, X_q in zip(support, query))
-    return A, G * G.new_tensor([1, -a, -a, a * a])[:, None, None]
+    sides = []
+    for X, X_q in zip(support, query):  # both symmetric, so X_q X is the transpose of X X_q
+        XX_q = X @ X_q
+        sides.append(torch.stack([X_q, XX_q, XX_q.mT, XX_q @ X], -3))
+    return sides[0], sides[1] * sides[1].new_tensor([1, -a, -a, a * a])[:, None, None]
 
 
 def add_blocks(one: Block, other: Block) -> Block:
@@ -846,16 +857,16 @@ class Laplace(Posterior):
 
     def penalty(self, theta):
         """The last term of Eq. 8, 1/2 (theta - mu)' Lambda (theta - mu), and its gradient."""
-        value, inner = 0.0, 0.0
+        value, grads = 0.0, {}
         for name in layers_of(theta):
-            W = to_matrix(theta, name)
-            D = W.detach() - to_matrix(self.mean, name)
+            D = to_matrix(theta, name).detach() - to_matrix(self.mean, name)
             # Lambda_0 has the authors' values. DIFFERS: times the identity, not a matrix of ones.
             product = D * (1e-2 if name.startswith("linear") else 1e-4)
             if name in self.blocks:
                 product = product + times(self.blocks[name], D)
-            value, inner = value + 0.5 * (D * product).sum(), inner + (W * product).sum()
-        return value, torch.autograd.grad(inner, list(theta.values()))  # the products, by parameter
+            value = value + 0.5 * (D * product).sum()
+            grads |= to_params(product, name, theta)
+        return value, [grads[n] for n in theta]
 
     def absorb(self, theta, data, rng):
         """Lines 12 to 16 of Algorithm 1: the new mean, and a curvature added to the precision."""
@@ -917,12 +928,19 @@ def noisy_layer(variance: Params, noise: Tensor):
     return noisy
 
 
-def draw_noise(p: Params, x: Tensor, rngs: list) -> Tensor:
-    """All that a pass over x (T, B, ...) needs, in one draw per task: for each image a number for
-    every output of the convs, every scale and shift, every logit."""
+def room_for_noise(p: Params, x: Tensor) -> Tensor:
+    """(T, n) for all the noise of a pass over x (T, B, ...): for each image a number for every output
+    of the convs, every scale and shift, every logit."""
     filters, way = p["norm1.bias"].shape[-1], p["linear.bias"].shape[-1]
-    n = x.shape[1] * (filters * sum(side**2 + 2 for side in (28, 14, 7, 3)) + way)
-    return torch.stack([torch.randn(n, generator=r, dtype=x.dtype, device=x.device) for r in rngs])
+    each = filters * sum(side**2 + 2 for side in (28, 14, 7, 3)) + way
+    return x.new_empty(len(x), x.shape[1] * each)
+
+
+def draw(noise: Tensor, rngs: list) -> Tensor:
+    """Fill the room anew, with one draw per task."""
+    for part, rng in zip(noise, rngs):
+        part.normal_(generator=rng)
+    return noise
 
 
 def gaussian_kl(mean, logvar, prior_mean, prior_logvar) -> Tensor:
@@ -964,11 +982,11 @@ class Variational(Posterior):
         gradients in mean and logvar. One sample at a time: memory does not grow with S."""
         mean, logvar, S = leaves(mean), leaves(self.logvar), self.cfg.mc_samples
         params = [*mean.values(), *logvar.values()]
-        total, sums = 0.0, [0.0] * len(params)
+        total, sums, noise = 0.0, [0.0] * len(params), room_for_noise(mean, x)
         for _ in range(S):
             variance = spread({n: v.exp() for n, v in logvar.items()}, len(x))
-            apply = noisy_layer(variance, draw_noise(mean, x, rngs))
-            loss = cross_entropy(network(mean, x, apply), y).sum() / S
+            logits = network(mean, x, noisy_layer(variance, draw(noise, rngs)))
+            loss = cross_entropy(logits, y).sum() / S
             sums = [a + b for a, b in zip(sums, torch.autograd.grad(loss, params))]
             total = total + loss.detach()
         return total, sums[: len(mean)], sums[len(mean) :]
@@ -1004,8 +1022,9 @@ class Variational(Posterior):
     def predict(self, adapted, x, rngs):
         """At the adapted mean, as the authors do; and the mean probability of S samples."""
         variance = spread({n: v.detach().exp() for n, v in self.logvar.items()}, len(x))
-        samples = [network(adapted, x, noisy_layer(variance, draw_noise(adapted, x, rngs)))
-                   .log_softmax(-1) for _ in range(self.cfg.mc_samples)]
+        noise = room_for_noise(adapted, x)
+        samples = [network(adapted, x, noisy_layer(variance, draw(noise, rngs))).log_softmax(-1)
+                   for _ in range(self.cfg.mc_samples)]
         sampled = torch.stack(samples).logsumexp(0) - math.log(len(samples))
         return super().predict(adapted, x, rngs) | {"sampled_": sampled}
 

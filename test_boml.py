@@ -175,7 +175,7 @@ def plain_variational(posterior, theta, batch, alpha, k, rngs):
 
     def expected(p, x, y, rngs):
         x = x.expand(S, *x.shape)
-        noise = boml.draw_noise(boml.spread(p, S), x, rngs)
+        noise = boml.draw(boml.room_for_noise(boml.spread(p, S), x), rngs)
         logits = boml.network(boml.spread(p, S), x, boml.noisy_layer(variance, noise))
         return F.cross_entropy(logits.flatten(0, 1), y.repeat(S))
 
@@ -2650,6 +2650,20 @@ def test_figure_of_a_task_sequence():
 
 
 # ----------------------------------------------------------------------------------------------- README, figures
+
+
+def test_readme_adds_a_method(fake_data, tmp_path, monkeypatch):
+    """The README's method of one's own runs, carries its posterior through a checkpoint and penalises moving away."""
+    monkeypatch.setattr(boml, "METHODS", dict(boml.METHODS))
+    exec(re.search(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)[1], dict(__name__="readme"))
+    work_here("run", "--sequence", "omniglot,mini_quickdraw", "--data", fake_data, *SMALL, "--methods", "diagonal",
+              "--out", tmp_path)
+    state = state_of(tmp_path / "run/diagonal-0")
+    posterior = boml.METHODS["diagonal"].posterior(toy_config(channels=3), state["theta"])
+    posterior.load(state["posterior"])
+    assert posterior.penalty(state["theta"])[0] == 0
+    value, grads = posterior.penalty({n: v.detach() + 0.1 for n, v in state["theta"].items()})
+    assert value > 0 and all((g > 0).all() for g in grads)
 
 
 def test_readme_tables_are_those_of_the_reports():
