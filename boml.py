@@ -16,7 +16,8 @@ Problems", ICML 2021, in one module to read from top to bottom with the paper at
     Eqs. 1, 2            adapt, meta_gradient           MAML
     Eqs. 10, 21 to 23    fisher_blocks                  K-FAC: the Fisher as A (x) G per layer
     Eqs. 11, 25 to 28    adapted_curvature, sandwich    the Fisher seen through the adaptation
-    Eqs. 8, 24, 29       Laplace                        BomLA: penalty and precision
+    Eq. 8                meta_step                      adds meta_gradient and Laplace.penalty
+    Eqs. 24, 29          Laplace                        BomLA: penalty and precision
     Eqs. 14, 33, 34      Variational                    BomVI: likelihoods and KL
     Algorithms 1, 2      Run.go                         one dataset after another
     Tables 1 to 3        Config, DATASETS, EXPERIMENTS
@@ -29,9 +30,10 @@ inner rate, k the number of inner steps, lambda the weight of the past, S the nu
 Carlo samples. T is the length of a tensor's task axis, B of its image axis, C input channels, O
 outputs; names end in _s for support sets, _q for query sets.
 
-Measured on real images (cpu schedule, 3 seeds, 2 cores, torch 2.13.0; figures/triathlon): accuracy
-on Omniglot right after its stage -> after miniQuickDraw and CIFAR-FS: sequential MAML 82.8 ->
-52.3 %, BomVI 76.8 -> 66.4 %, BomLA 78.6 -> 81.0 %.
+Measured on real images (cpu schedule, 3 seeds, 2 cores, torch 2.13.0; revision be7d813, before the
+authors' splits and the weights of Eqs. 8 and 14; figures/triathlon): accuracy on Omniglot right
+after its stage -> after miniQuickDraw and CIFAR-FS: sequential MAML 82.8 -> 52.3 %, BomVI 76.8 ->
+66.4 %, BomLA 78.6 -> 81.0 %; with all old data at hand, Train-On-Everything 86.9 %.
 """
 import os
 
@@ -55,7 +57,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Problem(Exception):
-    """Something the user can put right: shown as one sentence, exit status 2."""
+    """An error that the user can fix: shown as one sentence, exit status 2."""
 
 
 def need(condition, sentence):
@@ -85,7 +87,8 @@ def option(default, text: str, low=None, choices=None):
 
 @dataclass(frozen=True)
 class Config:
-    """What a researcher may want to change; the defaults are the paper's (Table 1)."""
+    """What a researcher may want to change. The defaults are the paper's (Table 1), except where a
+    help text names the paper's value."""
 
     way: int = option(5, "N, classes per task", 2)
     shot: int = option(1, "K, support images per class")
@@ -100,8 +103,8 @@ class Config:
     past_weight: float = option(100.0, "lambda, weight of each past dataset, one or several; BomVI "
                                 "has 1 by default", 1e-9)
     hessian_tasks: int = option(5000, "tasks for a dataset's curvature (BomLA)")
-    averaging: str = option("averages", "over tasks: of factors, or of products of factors as in "
-                            "the paper (BomLA)", choices=("averages", "products"))
+    averaging: str = option("averages", "over tasks: of factors; the paper has products of factors "
+                            "(BomLA)", choices=("averages", "products"))
     jacobian_rate: float | None = option(None, "rate in the adaptation's Jacobian, if not alpha; "
                                          "the paper has 1, 0 is no Jacobian (BomLA)")
     merge_rank: int = option(1, "Kronecker pairs kept per layer; 0 keeps all (BomLA)", 0)
@@ -179,7 +182,7 @@ SCHEDULES = {
 
 # --------------------------------------------------------------------------------------------- Data
 # data_prep.py packs or draws each dataset as data/<name>.npz: images (n, 28, 28[, 3]) uint8, labels
-# (n,), classes: their names, split: "train", "val" or "test" for each, origin: first its kind.
+# (n,), classes: names, split: "train", "val" or "test" of each, origin: "real" or "generated", ...
 
 SPLITS = ("train", "val", "test")
 Image.MAX_IMAGE_PIXELS = None  # read_image has a limit of its own, with a clearer message
@@ -219,7 +222,7 @@ def read_npz(path: Path) -> tuple:
 
 
 def read_image(path: Path, folder: Path, mode: str) -> np.ndarray:
-    """A picture as 28x28 bytes: upright as its EXIF tag says, white where it is transparent."""
+    """A picture as 28x28 bytes: turned as its EXIF tag says, its transparent parts white."""
     inside = path.is_file() and path.resolve().is_relative_to(folder.resolve())
     need(inside, f"{path} is not a regular file inside {folder}; remove it.")
     try:
@@ -238,7 +241,8 @@ def read_image(path: Path, folder: Path, mode: str) -> np.ndarray:
 
 
 def read_classes(path: Path, channels: int):
-    """The pictures path/<class>/<picture> as images, labels and class names; others are counted."""
+    """The pictures path/<class>/<picture> as images, labels and class names; files of other kinds
+    are skipped and counted."""
     classes = sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != ".")
     images, labels, skipped = [], [], Counter()
     for c, name in enumerate(classes):
@@ -248,7 +252,7 @@ def read_classes(path: Path, channels: int):
                 labels.append(c)
             else:
                 skipped[file.suffix or file.name] += 1
-        need(c in labels[-1:], f"{path / name} holds no images; each folder in {path} is a class.")
+        need(c in labels, f"{path / name} holds no images; each folder in {path} is a class.")
     for kind, count in skipped.items():
         print(f"{path}: {kind}: {count} file(s) skipped, Pillow cannot read them")
     return np.array(images), np.array(labels), classes
@@ -278,7 +282,7 @@ def load_dataset(name: str, folder: Path, cfg: Config, device="cpu") -> Dataset:
     checksum = hashlib.md5(images.tobytes() + facts.encode()).hexdigest()[:8]
     count = np.bincount(labels)
     rows = np.full((len(classes), count.max()), -1)
-    rows[np.arange(count.max()) < count[:, None]] = np.argsort(labels, kind="stable")
+    rows[np.arange(count.max()) < count[:, None]] = np.argsort(labels, kind="stable")  # by class
     rows, classes, setting = torch.from_numpy(rows), classes.tolist(), DATASETS.get(name, OWN)
     images = torch.from_numpy(images.reshape(len(images), 28, 28, -1)).permute(0, 3, 1, 2)
     splits = {s: torch.from_numpy(np.flatnonzero(split == s)) for s in SPLITS}
@@ -298,8 +302,8 @@ def load_sequence(names, per_dataset: dict, cfg: Config, folder: Path, device="c
     sequence, learned = [], {facts["name"]: facts for facts in learned}
     for j, name in enumerate(names):
         there = (folder / f"{name}.npz").exists() if name in DATASETS else Path(name).is_dir()
-        if not there and Path(name).name in learned:
-            facts = learned[Path(name).name]
+        if not there and Path(name).resolve().name in learned:
+            facts = learned[Path(name).resolve().name]
             setting = OWN._replace(**{field: facts[field] for field in PER_DATASET})
             sequence.append(Dataset(facts["name"], facts["kind"], [], setting, None, None, {},
                                     facts["checksum"]))
@@ -365,7 +369,7 @@ def stream(device, *key) -> torch.Generator:
 def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Tensor:
     """Indices of images (T, N, K+Q): a random choice of classes for each task, then of images.
 
-    The indices of the largest of random numbers are a random choice, in random order.
+    The top k of uniform numbers are a random choice in random order.
     """
     device, classes = data.images.device, data.splits[split]
     u = torch.rand(tasks, len(classes), generator=rng, device=device)
@@ -425,7 +429,7 @@ def plain_network(p: Params, x: Tensor) -> Tensor:
     return F.linear(x.flatten(1), p["linear.weight"], p["linear.bias"])
 
 
-# Its fast form takes 1.5 to 1.9 times less time than a loop over tasks (bash run.sh bench). Each
+# Its fast form is 1.5 to 1.9 times as fast as a loop over tasks on a CPU (bash run.sh bench). Each
 # parameter has a task axis (T, ...), and T networks run as one, as groups of a grouped convolution;
 # on (B, T*C, H, W) native batch norm keeps the statistics of the tasks apart.
 
@@ -452,8 +456,8 @@ def layer(p: Params, name: str, x: Tensor, twice=False) -> Tensor:
 def first_block(p: Params, x: Tensor) -> Tensor:
     """conv1, norm1 and max-pool as one matrix product: saves 7 to 20 % of a meta-step.
 
-    Centred patches have covariance C, so filter w's output has variance w'Cw: batch norm folds into
-    a scale of the filter, and its bias can wait until after the pool.
+    Centred patches have a covariance V, so filter w's output has variance w'Vw: batch norm folds
+    into a scale of the filter, and its bias can wait until after the pool.
     """
     w = p["conv1.weight"].flatten(2)  # (T, O, 9C)
     T, (B, _, H, W) = len(w), x.shape
@@ -472,8 +476,8 @@ def first_block(p: Params, x: Tensor) -> Tensor:
 def network(p: Params, x: Tensor, apply=layer, twice=False) -> Tensor:
     """Logits (T, B, N) of T networks, each on its own images x (T, B, C, 28, 28).
 
-    `apply` can stand in for `layer`, to watch the layers or to add noise. `twice`: they will be
-    differentiated twice, where the channels-last layout, otherwise the faster one, is slow.
+    `apply` can stand in for `layer`, to watch the layers or to add noise. `twice`: a second
+    derivative will follow, in which channels-last, otherwise the faster layout, is slow.
     """
     T, layout = len(x), torch.contiguous_format if twice else torch.channels_last
     x = x.transpose(0, 1).flatten(1, 2).contiguous(memory_format=layout)  # (B, T*C, 28, 28)
@@ -506,7 +510,7 @@ def leaves(p: Params, part=slice(None)) -> Params:
 
 
 def chunks(T: int, device) -> list[slice]:
-    """The tasks in each query pass: on a CPU one, which stays in cache; on a GPU all."""
+    """The tasks in each query pass: one on a CPU, so that it stays in cache; all on a GPU."""
     size = 1 if device.type == "cpu" else T
     return [slice(t, t + size) for t in range(0, T, size)]
 
@@ -526,8 +530,8 @@ def adapt(p: Params, x, y, alpha, k, second_order=False, net=network) -> tuple[P
 
 
 def meta_gradient(theta: Params, batch, alpha, k, support_weight, net=network):
-    """Sum over tasks of L(adapted, query) [Eq. 2] + support_weight L(theta, support) [Eq. 8], and
-    its true, second-order gradient.
+    """Sum over tasks of L(adapted, query) + support_weight L(theta, support), and its true,
+    second-order gradient. support_weight 0 gives Eq. 2, K/Q the likelihoods of Eq. 8.
 
     Two parts save memory: first dL/d(adapted), a few tasks at a time with nothing kept; then one
     backward pass through the adaptation of all tasks, with that as the cotangent.
@@ -550,7 +554,7 @@ def meta_gradient(theta: Params, batch, alpha, k, support_weight, net=network):
 # -------------------------------------------------------------------------------- Several processes
 # Under torchrun the tasks of a meta-batch, a curvature or an evaluation are dealt out to the ranks.
 
-TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # which a cluster's own RANK does not imply
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # not RANK alone, which some clusters set
 RANK, RANKS, LOCAL_RANK = (int(os.environ[name]) if TORCHRUN else default for name, default in (
     ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
 
@@ -613,8 +617,9 @@ def same_on_all_ranks(p: Params):
 
 
 # --------------------------------------------------------------------------------------- Posteriors
-# The objectives, Eqs. 8 and 14, sum log-likelihoods over images. Here they are divided by the N Q
-# query images: a mean over the query set, K/Q times a mean over the support set, the prior's term.
+# Eqs. 8 and 14 sum log-likelihoods over images. Here they are divided by the N Q query images: a
+# mean over the query set plus K/Q times a mean over the support set. So is BomLA's precision, since
+# its Fisher is a mean over images; BomVI's KL has `kl_weight`.
 
 
 class Posterior:
@@ -639,10 +644,10 @@ class Posterior:
         return 0.0, [0.0] * len(theta)
 
     def absorb(self, theta: Params, data: Dataset, rng):
-        """Take up what the dataset just learned says about theta."""
+        """Update the posterior at the end of a dataset's stage."""
 
     def predict(self, adapted: Params, x: Tensor, rngs) -> dict[str, Tensor]:
-        """Log-probabilities (T, B, N), by the prefix of their scores in the record."""
+        """Log-probabilities (T, B, N), keyed by the prefix of their scores in the record."""
         return {"": network(adapted, x).log_softmax(-1)}
 
     def state(self) -> dict:
@@ -741,7 +746,7 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> 
 
     Labels are the model's own, never the data's: one draw, by uniform numbers u (T, B); or `exact`,
     the expectation, by N gradients sqrt(p_c) (p - e_c), whose outer products sum to diag(p) - pp'.
-    Batch norm mixes images: independent draws, or random signs by u, keep mixed terms at zero.
+    Batch norm mixes images: independent draws, or random signs by u, cancel mixed terms on average.
     """
     seen = {}
 
@@ -787,7 +792,7 @@ def add_blocks(one: Block, other: Block) -> Block:
 
 def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, net=network):
     """Eq. 11, approximated as in Eqs. 25 to 28: the Fisher of the query sets at the adapted
-    parameters, seen from theta through the adaptation's Jacobian I - a H; a block for each layer.
+    parameters, mapped back to theta by the adaptation's Jacobian I - a H; a block for each layer.
 
     DIFFERS: the paper has a = 1 (Eq. 12), but one step of SGD has a = alpha.
     The mean over tasks is of factors, as in the authors' code, or of products, as in the paper. A
@@ -883,7 +888,7 @@ class Laplace(Posterior):
         for name, block in new.items():
             finite = all(f.isfinite().all() for f in block)
             need(finite, f"{data.name}'s curvature in {name} is not finite; lower --outer-rate.")
-            block = (*block[:-1], block[-1] * cfg.past_weight)
+            block = (*block[:-1], block[-1] * cfg.past_weight)  # one factor of each product
             block = add_blocks(self.blocks[name], block) if name in self.blocks else block
             self.blocks[name] = merge(block, cfg.merge_rank)
 
@@ -922,15 +927,15 @@ def noisy_layer(variance: Params, noise: Tensor):
                 drawn.append(mean + wide.sqrt() * normal(x[..., :1, :1]))
             return x * drawn[0] + drawn[1]
         # DIFFERS: the mean comes from x, the variance from x^2; the authors' conv has x^2 in both.
-        mean, wide = layer(p, name, x), layer(variance, name, x * x)
-        return mean + wide.clamp(min=torch.finfo(x.dtype).tiny).sqrt() * normal(mean)
+        mean, square = layer(p, name, x), layer(variance, name, x * x)
+        return mean + square.clamp(min=torch.finfo(x.dtype).tiny).sqrt() * normal(mean)
 
     return noisy
 
 
 def room_for_noise(p: Params, x: Tensor) -> Tensor:
-    """(T, n) for all the noise of a pass over x (T, B, ...): for each image a number for every output
-    of the convs, every scale and shift, every logit."""
+    """(T, n) for all the noise of a pass over x (T, B, ...): for each image, a number for each conv
+    output, each scale and shift, each logit."""
     filters, way = p["norm1.bias"].shape[-1], p["linear.bias"].shape[-1]
     each = filters * sum(side**2 + 2 for side in (28, 14, 7, 3)) + way
     return x.new_empty(len(x), x.shape[1] * each)
@@ -950,8 +955,8 @@ def gaussian_kl(mean, logvar, prior_mean, prior_logvar) -> Tensor:
 
 
 def kl_weight(cfg: Config) -> float:
-    """DIFFERS: the authors divide the KL by tasks and samples too, 32 x 20 in the N-athlons; on the
-    paper's 75 query images that is 1/48000, our default on every schedule."""
+    """1/48000 by default. DIFFERS: Eq. 14 divided by its query images has 1/(N Q); the authors also
+    divide the KL by tasks and samples, by 75 x 32 x 20 in the paper's N-athlons."""
     named = {"paper": 1 / (cfg.way * cfg.query), "authors": 1 / (75 * 32 * 20)}
     try:
         value = named[cfg.kl_weight] if cfg.kl_weight in named else float(cfg.kl_weight)
@@ -1037,7 +1042,8 @@ class Variational(Posterior):
 
 
 # ------------------------------------------------------------------------------------------ Methods
-# Where the i-th meta-batch of a stage comes from: a list of (dataset, its tasks) of those arrived.
+# Where the i-th meta-batch of a stage comes from: given the datasets that have arrived, a list of
+# (dataset, indices of its tasks' images).
 
 
 def from_newest(arrived: list[Dataset], i: int, cfg: Config, seed: int):
@@ -1078,6 +1084,7 @@ class Method(NamedTuple):
     from_scratch: bool = False  # train anew for each dataset, as long as all stages so far together
 
 
+# A new method is a Posterior or a source of its own, and a row here.
 METHODS = {  # in an order that shows the contrast early
     "maml": Method("Sequential MAML", from_newest, Posterior, "#d55e00"),
     "bomla": Method("BomLA", from_newest, Laplace, "#222222"),
@@ -1088,7 +1095,7 @@ METHODS = {  # in an order that shows the contrast early
 
 
 def meta_step(theta: Params, posterior: Posterior, optimiser, batch, cfg: Config, noise) -> Tensor:
-    """Lines 5 to 10 of Algorithm 1: an outer update; returns the objective. Each dataset in the
+    """Lines 7 to 10 of Algorithm 1: an outer update; returns the objective. Each dataset in the
     batch has its own alpha and k; noise(m) is a generator for task m."""
     params = [p for group in optimiser.param_groups for p in group["params"]]
     sums, before = [params[0].new_zeros(()), *map(torch.zeros_like, params)], 0
@@ -1247,7 +1254,8 @@ class Run:
 
     def begin_at(self, state):
         shapes = {n: v.shape for n, v in state["theta"].items()}
-        need(shapes == {n: v.shape for n, v in self.theta.items()}, "its network is another")
+        need(shapes == {n: v.shape for n, v in self.theta.items()}, "the network to begin with has "
+             "another size; use its --way, --channels and --filters.")
         self.theta = state["theta"]
         self.posterior.load(state["posterior"])
 
@@ -1279,7 +1287,7 @@ class Run:
                     self.compare(state)
                     self.load(state)
                     if RANK == 0 and path != paths[0] and paths[0].exists():
-                        os.replace(paths[0], self.out / "checkpoint.damaged")  # not over the good one
+                        os.replace(paths[0], self.out / "checkpoint.damaged")
                     return self.write_record()
             except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
                 print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
@@ -1778,8 +1786,11 @@ def work(args, job, progress) -> bool:
         return run.go()
 
 
+FULL = 3  # the status of a run that could not read or write: the disk may be full, start no other
+
+
 def child(args, number, slot, shares, stop):
-    """A run in its own process. The parent alone hears signals, and passes them on as `stop`."""
+    """A run in its own process. Only the parent handles signals, and passes them on as `stop`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)  # two runs with a thread each beat one run with two
@@ -1833,8 +1844,8 @@ def side_by_side(args, show):
 
 
 def main(argv):
-    for stream_ in (sys.stdout, sys.stderr):
-        stream_.reconfigure(errors="backslashreplace")  # of names that the terminal cannot show
+    for output in (sys.stdout, sys.stderr):
+        output.reconfigure(errors="backslashreplace")  # names that the terminal cannot show
     args = parse(argv)
     if args.command == "report":
         folders = sorted({path.parents[1] for path in args.out.glob("*/*/record.jsonl")})
@@ -1866,26 +1877,24 @@ def main(argv):
         show()
     else:
         failed = side_by_side(args, show)
-    end_ranks()
     need(not failed, f"{', '.join(failed)} did not finish; the same command goes on from there.")
-
-
-FULL = 3  # the status of a run that could not write
+    end_ranks()
 
 
 class Stopped(BaseException):
     """By a signal, whose number it holds."""
 
 
-def stop(number, _):
-    raise Stopped(number)
+def handle_signals():
+    def stop(number, _):
+        raise Stopped(number)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
 
 
 def one_sentence(function, *args):
     """A mistake of the user's or the machine's ends in one sentence and status 2."""
-    if not multiprocessing.parent_process():
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, stop)
     try:
         function(*args)
     except (Problem, OSError, MemoryError, torch.OutOfMemoryError) as problem:
@@ -1898,4 +1907,5 @@ def one_sentence(function, *args):
 
 
 if __name__ == "__main__":
+    handle_signals()
     one_sentence(main, sys.argv[1:])

@@ -611,4 +611,5 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
+    boml.handle_signals()
     boml.one_sentence(main, sys.argv[1:])
