@@ -299,11 +299,11 @@ def load_dataset(name: str, folder: Path, cfg: Config, device="cpu") -> Dataset:
 def load_sequence(names, per_dataset: dict, cfg: Config, folder: Path, device="cpu", learned=()):
     """The datasets with their settings, checked against the tasks that they must yield. One that is
     `learned` already, of which a checkpoint has the facts, may be gone: it has no images then."""
-    sequence, learned = [], {facts["name"]: facts for facts in learned}
+    sequence = []
     for j, name in enumerate(names):
         there = (folder / f"{name}.npz").exists() if name in DATASETS else Path(name).is_dir()
-        if not there and Path(name).resolve().name in learned:
-            facts = learned[Path(name).resolve().name]
+        if not there and j < len(learned) and learned[j]["name"] == Path(name).resolve().name:
+            facts = learned[j]
             setting = OWN._replace(**{field: facts[field] for field in PER_DATASET})
             sequence.append(Dataset(facts["name"], facts["kind"], [], setting, None, None, {},
                                     facts["checksum"]))
@@ -1278,6 +1278,7 @@ class Run:
         names = ("checkpoint.pt", "checkpoint.before.pt", "record.jsonl")
         paths = [self.out / name for name in names]
         self.settings["start_from"] = str(start_from or "")
+        first = start_from and self.check_start(start_from)  # before anything is deleted
         for path in self.out.glob("*") if RANK == 0 else ():
             if path.suffix == ".tmp" or fresh and path.name != "lock":
                 path.unlink()
@@ -1294,12 +1295,18 @@ class Run:
         found = [p for pattern in ("checkpoint*", "record*") for p in self.out.glob(pattern)]
         need(RANK or not found, f"{self.out} holds results but no readable checkpoint; use another "
              "--out, or --fresh to delete them and start over.")
-        if start_from:
-            state = read_checkpoint(Path(start_from) / names[0], self.device)
-            need(state, f"{start_from} has no checkpoint to start from; name the folder of a run.")
-            need(state["settings"]["method"] == self.job.method, f"{start_from} is a run of "
-                 f"{state['settings']['method']}, not of {self.job.method}.")
-            self.begin_at(state)
+        if first:
+            self.begin_at(first)
+
+    def check_start(self, folder):
+        """The state to start from, of another run of the same method."""
+        own = Path(folder).resolve() == self.out.resolve()
+        need(not own, "--start-from is the folder of this run itself; use another --out.")
+        state = newest_checkpoint(Path(folder), self.device)
+        need(state, f"{folder} has no checkpoint to start from; name the folder of a run.")
+        method = state["settings"]["method"]
+        need(method == self.job.method, f"{folder} is a run of {method}, not of {self.job.method}.")
+        return state
 
     def compare(self, state):
         """Refuse to go on from a run that this one does not continue."""
@@ -1327,9 +1334,16 @@ def read_checkpoint(path, device) -> dict | None:
             return None
         with zipfile.ZipFile(io.BytesIO(content)) as archive:  # torch does not check the checksums
             need(not archive.testzip(), "a checksum in it is wrong")
-        return torch.load(io.BytesIO(content), weights_only=True, map_location=device)
+        state = torch.load(io.BytesIO(content), weights_only=True, map_location=device)
+        need({"settings", "stages", "stage", "rows", "theta", "posterior"} <= set(state), "no run")
+        return state
     except Exception as error:  # torch raises almost anything on bad bytes
         print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
+
+
+def newest_checkpoint(folder, device="cpu") -> dict | None:
+    names = "checkpoint.pt", "checkpoint.before.pt"
+    return next(filter(None, (read_checkpoint(folder / name, device) for name in names)), None)
 
 
 @contextlib.contextmanager
@@ -1594,7 +1608,7 @@ def classify(args):
     """
     for name, path in (("from", args.source), ("labelled", args.labelled), ("images", args.images)):
         need(path and path.is_dir(), f"classify needs --{name}, a folder; {path} is none.")
-    state = read_checkpoint(args.source / "checkpoint.pt", "cpu")
+    state = newest_checkpoint(args.source)
     need(state, f"{args.source} has no checkpoint that can be read.")
     fields, last = {f.name for f in dataclasses.fields(Config)}, state["stages"][-1]
     cfg = Config(**{name: v for name, v in state["settings"].items() if name in fields})
@@ -1765,7 +1779,7 @@ def revision():
 
 def load_for(args, job, device="cpu"):
     """The sequence for a job, of whose finished stages the images may be gone."""
-    state = read_checkpoint(args.out / args.command / job.name / "checkpoint.pt", "cpu")
+    state = newest_checkpoint(args.out / args.command / job.name)
     learned = state["stages"][: state["stage"]] if state and not args.fresh else ()
     sequence = load_sequence(args.sequence, args.per_dataset, job.cfg, args.data, device, learned)
     gone = [d.name for d in sequence if d.images is None]
@@ -1831,8 +1845,9 @@ def side_by_side(args, show):
                     show()
             if time.time() > said + (1 if sys.stderr.isatty() else 60):
                 said, share = time.time(), sum(shares) / len(shares)
-                end = time.localtime(start + (said - start) / max(share, 1e-6))
-                line = f"{share:.0%}, done {time.strftime('%a %H:%M', end)}: {' '.join(running)}"
+                end = time.localtime(start + (said - start) / share) if share else None
+                when = f", done {time.strftime('%a %H:%M', end)}" if end else ""
+                line = f"{share:.0%}{when}: {' '.join(running)}"
                 before, after = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
                 print(before + line, end=after, file=sys.stderr, flush=True)
             time.sleep(0.1)

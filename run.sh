@@ -8,6 +8,7 @@ if [ $# -eq 0 ]; then
 bash run.sh triathlon      Omniglot, miniQuickDraw, CIFAR-FS: the main experiment; also pentathlon,
                            omniglot, or run --sequence A,B,...; options: bash run.sh triathlon --help
 bash run.sh test           run the tests
+bash run.sh classify       put what a run has learned to use on your own images
 bash run.sh report         tables, verdicts and figures of all runs, from their records
 bash run.sh data           prepare the datasets; --raw DIR takes archives from a folder
 bash run.sh bench          measure boml.py against plain versions of the same work

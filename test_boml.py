@@ -2097,6 +2097,46 @@ def test_run_of_other_settings_is_refused(changes, named, halfway):
     assert contents(copy) == before
 
 
+def test_sequence_goes_on_without_the_old_images(fake_data, tmp_path):
+    """A run continued with the next dataset, the learned one gone and its newest checkpoint damaged, ends with the
+    parameters and posterior of the unbroken run."""
+    shutil.copytree(fake_data, tmp_path / "data")
+    line = ["--data", tmp_path / "data", *SMALL, "--methods", "maml,bomla,bomvi", "--out"]
+    work_here("run", "--sequence", "omniglot,mini_quickdraw", *line, tmp_path / "whole")
+    work_here("run", "--sequence", "omniglot", *line, tmp_path / "parts")
+    (tmp_path / "data/omniglot.npz").unlink()
+    for path in tmp_path.glob("parts/run/*/checkpoint.pt"):
+        shutil.copy(path, path.with_name("checkpoint.before.pt"))
+        path.write_bytes(b"damaged")
+    work_here("run", "--sequence", "omniglot,mini_quickdraw", *line, tmp_path / "parts")
+    for method in ("maml", "bomla", "bomvi"):
+        one, two = (state_of(tmp_path / f"{out}/run/{method}-0") for out in ("whole", "parts"))
+        for key in ("theta", "posterior", "stages"):
+            x, y = flat(one[key]), flat(two[key])
+            assert len(x) == len(y)
+            assert all(torch.equal(v, w) if isinstance(v, torch.Tensor) else v == w for v, w in zip(x, y)), key
+
+
+def test_old_data_that_is_needed_is_named(fake_data, tmp_path):
+    """Methods that train on all datasets say that a learned one is gone."""
+    shutil.copytree(fake_data, tmp_path / "data")
+    line = ["--data", tmp_path / "data", *SMALL, "--methods", "toe", "--out", tmp_path]
+    work_here("run", "--sequence", "omniglot", *line)
+    (tmp_path / "data/omniglot.npz").unlink()
+    with pytest.raises(boml.Problem, match="toe trains on all datasets, and omniglot is gone"):
+        work_here("run", "--sequence", "omniglot,mini_quickdraw", *line)
+
+
+def test_start_from_keeps_its_source(fake_data, tmp_path):
+    """A run cannot start from its own folder, not even afresh, and the posterior there stays."""
+    line = ["run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--methods", "bomla", "--out", tmp_path]
+    work_here(*line)
+    before = contents(tmp_path / "run/bomla-0")
+    with pytest.raises(boml.Problem, match="--start-from is the folder of this run itself"):
+        work_here(*line, "--fresh", "--start-from", tmp_path / "run/bomla-0")
+    assert contents(tmp_path / "run/bomla-0") == before
+
+
 def test_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     """A full disk in the middle of a checkpoint loses nothing: the run resumes at the one before and ends the same."""
     cfg = toy_config(eval_every=4, **TINY)
