@@ -1607,15 +1607,18 @@ def classify(args):
     All images go through the network together: batch norm uses their joint statistics.
     """
     for name, path in (("from", args.source), ("labelled", args.labelled), ("images", args.images)):
-        need(path and path.is_dir(), f"classify needs --{name}, a folder; {path} is none.")
+        need(path, f"classify needs --{name}, a folder.")
+        need(path.is_dir(), f"--{name} {path} is not a folder.")
     state = newest_checkpoint(args.source)
     need(state, f"{args.source} has no checkpoint that can be read.")
+    need(state["settings"]["method"] in METHODS, f"{args.source} is a run of an unknown method.")
     fields, last = {f.name for f in dataclasses.fields(Config)}, state["stages"][-1]
     cfg = Config(**{name: v for name, v in state["settings"].items() if name in fields})
     x_s, y_s, classes = read_classes(args.labelled, cfg.channels)
     n = len(classes)
+    more = f"; train one with --way {n}." if n > 2 else "."
     need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
-         f"can tell 2 to {cfg.way} classes apart. Train one with --way {n}.")
+         f"can tell 2 to {cfg.way} classes apart{more}")
     files, x_q = [], []
     for path in sorted(p for p in args.images.rglob("*") if not p.is_dir()):
         try:
@@ -1626,9 +1629,12 @@ def classify(args):
     need(files, f"{args.images} holds no image that can be read.")
     alpha = args.inner_rate[0] if args.inner_rate else last["inner_rate"]
     k = args.eval_steps[0] if args.eval_steps else last["eval_steps"]
+    check("inner_rate", alpha, 0)
+    check("eval_steps", k, 1)
     print(f"{n} classes, {len(y_s)} labelled images, {len(files)} others; alpha {alpha:g}, k {k}")
     chances = predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k)
-    with open("predictions.csv", "w", newline="") as file:
+    need(np.isfinite(chances).all(), "the adaptation diverged; try a smaller --inner-rate.")
+    with open("predictions.csv", "w", newline="", errors="backslashreplace") as file:
         csv.writer(file).writerow(["file", "class", *classes])
         for name, p in zip(files, chances):
             found = classes[int(np.argmax(p))]
@@ -1636,6 +1642,7 @@ def classify(args):
             print(f"{str(name):40} {found:24} {max(p):.2f}")
     right = [name.parts[0] == classes[int(np.argmax(p))] for name, p in zip(files, chances)
              if name.parts[0] in classes]
+    print("predictions.csv is written")
     if right:
         print(f"right for {np.mean(right):.1%} of {len(right)} images in folders of these classes")
 

@@ -2137,6 +2137,41 @@ def test_start_from_keeps_its_source(fake_data, tmp_path):
     assert contents(tmp_path / "run/bomla-0") == before
 
 
+@pytest.mark.parametrize("method, classes", [("maml", 2), ("bomla", 3), ("bomvi", 5)])
+def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_path, monkeypatch):
+    """classify writes the probabilities that adapting and predicting give on the same task, and leaves out what is no
+    image."""
+    work_here("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--methods", method, "--out", tmp_path)
+    own_folder(tmp_path / "labelled", classes, 1), own_folder(tmp_path / "images", classes, 3)
+    shutil.copytree(tmp_path / "images", tmp_path / "good")
+    (tmp_path / "images/class 0/broken.png").write_bytes(b"no image")
+    monkeypatch.chdir(tmp_path)
+    line = ["classify", "--from", tmp_path / f"run/{method}-0", "--labelled", "labelled", "--images", "images"]
+    boml.main([str(a) for a in line])
+    rows = [row.split(",") for row in (tmp_path / "predictions.csv").read_text().splitlines()]
+    assert rows[0] == ["file", "class", *(f"class {c}" for c in range(classes))] and len(rows) == 1 + 3 * classes
+    state = state_of(tmp_path / f"run/{method}-0")
+    first = lambda p: {n: v[:classes] if n.startswith("linear") else v for n, v in p.items()}
+    theta, (x_s, y_s, _), (x_q, _, _) = first(state["theta"]), *(
+        boml.read_classes(tmp_path / f, 3) for f in ("labelled", "good"))
+    posterior = boml.METHODS[method].posterior(toy_config(channels=3), theta)
+    posterior.load({n: first(v) if n == "logvar" else v for n, v in state["posterior"].items()})
+    images = [boml.to_floats(torch.tensor(x).permute(0, 3, 1, 2)[None], 3) for x in (x_s, x_q)]
+    adapted = plain_adapt(theta, images[0][0], torch.tensor(y_s), 0.4, 3)
+    found = posterior.predict(boml.spread(adapted, 1), images[1], [boml.stream("cpu", "classify")])
+    expected = found.get("sampled_", found[""])[0].exp()
+    assert_close(np.array([[float(v) for v in row[2:]] for row in rows[1:]]), expected.detach(), rtol=0, atol=2e-4)
+
+
+def test_too_many_classes_to_tell(fake_data, tmp_path):
+    """classify with more classes than the network has outputs names the option that trains for more."""
+    work_here("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--methods", "maml", "--out", tmp_path)
+    own_folder(tmp_path / "labelled", 6, 1)
+    line = ["classify", "--from", tmp_path / "run/maml-0", "--labelled", tmp_path / "labelled", "--images", tmp_path]
+    with pytest.raises(boml.Problem, match="6 class folders; .* 2 to 5 classes apart; train one with --way 6"):
+        boml.main([str(a) for a in line])
+
+
 def test_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     """A full disk in the middle of a checkpoint loses nothing: the run resumes at the one before and ends the same."""
     cfg = toy_config(eval_every=4, **TINY)
