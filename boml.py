@@ -16,9 +16,9 @@ Problems", ICML 2021, in one module to read from top to bottom with the paper at
     Eqs. 1, 2            adapt, meta_gradient           MAML
     Eqs. 10, 21 to 23    fisher_blocks                  K-FAC: the Fisher as A (x) G per layer
     Eqs. 11, 25 to 28    adapted_curvature, sandwich    the Fisher seen through the adaptation
-    Eq. 8                meta_step                      adds meta_gradient and Laplace.penalty
     Eqs. 24, 29          Laplace                        BomLA: penalty and precision
     Eqs. 14, 33, 34      Variational                    BomVI: likelihoods and KL
+    Eq. 8                meta_step                      adds meta_gradient and Laplace.penalty
     Algorithms 1, 2      Run.go                         one dataset after another
     Tables 1 to 3        Config, DATASETS, EXPERIMENTS
 
@@ -40,8 +40,8 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads: 15x slower on shared cores
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages: fewer page faults
 
-import argparse, contextlib, csv, dataclasses, fcntl, functools, hashlib, html, io
-import itertools, json, math, multiprocessing, re, signal, subprocess, sys, time, zipfile
+import argparse, contextlib, csv, dataclasses, fcntl, functools, hashlib, html, io, itertools, json
+import math, multiprocessing.connection, re, signal, subprocess, sys, time, zipfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +114,8 @@ class Config:
     initial_logvar: float = option(-10.0, "initial log-variance; the paper has -5 (BomVI)", -99)
     first_variance: float = option(1.0, "variance of the first prior (BomVI)", 1e-9)
     logvar_rate: float = option(0.001, "learning rate of the log-variances (BomVI)")
-    kl_weight: str = option("authors", "weight of the KL: paper, 1/(N Q) as in Eq. 14; authors, "
-                            "1/48000; or a number (BomVI)")
+    kl_weight: float | str = option("authors", "weight of the KL: paper, 1/(N Q) as in Eq. 14; "
+                                    "authors, 1/48000; or a number (BomVI)")
     tasks: int = option(230, "tasks in the Omniglot sequence")
 
     def __post_init__(self):
@@ -123,7 +123,6 @@ class Config:
             value, low = getattr(self, field.name), field.metadata["low"]
             if isinstance(value, (int, float)):
                 check(field.name, value, low if low is not None else int(field.type is int))
-        kl_weight(self)
 
 
 class Setting(NamedTuple):
@@ -193,26 +192,26 @@ class Dataset(NamedTuple):
     kind: str  # "real", "generated" or "own"
     classes: list[str]
     setting: Setting
-    images: Tensor  # (n, C, 28, 28) uint8, on the device
+    images: Tensor  # (n, C, 28, 28) uint8, on the device; None if the images are gone
     rows: Tensor  # (classes, most): the indices of each class's images, padded with -1
     splits: dict[str, Tensor]  # train, val, test: indices of classes
     checksum: str = ""
     alphabet: Tensor | None = None  # (classes,) if the classes of a task must share an alphabet
 
 
-def read_npz(path: Path) -> tuple:
+def read_npz(path: Path) -> list:
     """images, labels, classes, split and origin of a packed dataset."""
     make = f"make it with: bash run.sh data {path.stem} --data {path.parent}"
     try:
         with np.load(path, allow_pickle=False) as z:
-            arrays = tuple(z[k] for k in ("images", "labels", "classes", "split", "origin"))
+            arrays = [z[key] for key in ("images", "labels", "classes", "split", "origin")]
         images, labels, classes, split, origin = arrays
-        need(images.dtype == np.uint8 and images.shape[1:] in ((28, 28), (28, 28, 3)), "no images")
-        need(labels.dtype.kind in "iu" and labels.shape == images.shape[:1], "no label per image")
-        need(classes.ndim == split.ndim == origin.ndim == 1 and len(origin), "wrong shapes")
-        need(len(set(classes.tolist())) == len(classes) == len(split) > 0, "no class names")
-        need(np.array_equal(np.unique(labels), np.arange(len(classes))), "labels without a class")
-        need(set(split.tolist()) <= set(SPLITS), "an unknown split")
+        need(images.dtype == np.uint8 and images.shape[1:] in ((28, 28), (28, 28, 3))
+             and labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
+             and classes.ndim == split.ndim == origin.ndim == 1 <= len(origin)
+             and len(set(classes.tolist())) == len(classes) == len(split) > 0
+             and np.array_equal(np.unique(labels), np.arange(len(classes)))
+             and set(split.tolist()) <= set(SPLITS), "its arrays do not fit together")
         return arrays
     except FileNotFoundError:
         raise Problem(f"{path} is not there; {make}, or let generated datasets stand in for "
@@ -221,21 +220,18 @@ def read_npz(path: Path) -> tuple:
         raise Problem(f"{path} is damaged ({brief(error)}); delete it and {make}.")
 
 
-def read_image(path: Path, folder: Path, mode: str) -> np.ndarray:
+def read_image(path: Path, folder: Path, channels: int) -> np.ndarray:
     """A picture as 28x28 bytes: turned as its EXIF tag says, its transparent parts white."""
     inside = path.is_file() and path.resolve().is_relative_to(folder.resolve())
     need(inside, f"{path} is not a regular file inside {folder}; remove it.")
     try:
         with Image.open(path) as image:
             need(image.width * image.height <= 1 << 26, "it has more than 67 million pixels")
-            image = ImageOps.exif_transpose(image)
-            if image.mode[0] in "IF":  # 16 or 32 bits per pixel: stretch their range over 0 to 255
-                x = np.asarray(image, np.float64)
-                image = Image.fromarray(np.uint8((x - x.min()) / max(np.ptp(x), 1e-30) * 255))
-            if image.has_transparency_data:
-                white = Image.new("RGBA", image.size, "white")
-                image = Image.alpha_composite(white, image.convert("RGBA"))
-            return np.asarray(image.convert(mode).resize((28, 28), Image.Resampling.BILINEAR))
+            need(image.mode[0] not in "IF", "it has more than 8 bits per channel")
+            image = ImageOps.exif_transpose(image).convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            image = image.convert("L" if channels == 1 else "RGB")
+            return np.asarray(image.resize((28, 28), Image.Resampling.BILINEAR))
     except Exception as error:  # Pillow raises almost anything on bad bytes
         raise Problem(f"{path} cannot be used as an image ({brief(error)}); remove or replace it.")
 
@@ -248,7 +244,7 @@ def read_classes(path: Path, channels: int):
     for c, name in enumerate(classes):
         for file in sorted((path / name).iterdir()):
             if file.suffix.lower() in Image.registered_extensions():
-                images.append(read_image(file, path, "L" if channels == 1 else "RGB"))
+                images.append(read_image(file, path, channels))
                 labels.append(c)
             else:
                 skipped[file.suffix or file.name] += 1
@@ -258,7 +254,7 @@ def read_classes(path: Path, channels: int):
     return np.array(images), np.array(labels), classes
 
 
-def read_folder(path: Path, cfg: Config) -> tuple:
+def read_folder(path: Path, cfg: Config) -> list:
     """One's own pictures as the arrays of a packed dataset: a fifth of the classes, at least N, are
     for test, up to a sixth for validation; which ones depends on their names alone."""
     images, labels, classes = read_classes(path, cfg.channels)
@@ -269,21 +265,21 @@ def read_folder(path: Path, cfg: Config) -> tuple:
     order = np.argsort([hashlib.md5(os.fsencode(name)).hexdigest() for name in classes])
     split = np.empty(n, "U5")
     split[order] = np.repeat(SPLITS, (n - test - val, val, test))
-    return images, labels, np.array(classes), split, ["own"]
+    return [images, labels, np.array(classes), split, ["own"]]
 
 
-def load_dataset(name: str, folder: Path, cfg: Config, device="cpu") -> Dataset:
+def load_dataset(name: str, setting: Setting, folder: Path, cfg: Config, device="cpu") -> Dataset:
     """data/<name>.npz, or one's own folder of class folders."""
-    there = name in DATASETS or name and Path(name).is_dir()
-    need(there, f"{name!r} is neither a folder nor one of {', '.join(DATASETS)}.")
-    arrays = read_npz(folder / f"{name}.npz") if name in DATASETS else read_folder(Path(name), cfg)
+    packed = name in DATASETS
+    need(packed or name and Path(name).is_dir(), f"{name!r} is neither a folder nor one of "
+         f"{', '.join(DATASETS)}.")
+    arrays = read_npz(folder / f"{name}.npz") if packed else read_folder(Path(name), cfg)
     images, labels, classes, split, (kind, *_) = arrays
-    facts = repr((labels.tolist(), classes.tolist(), split.tolist()))
-    checksum = hashlib.md5(images.tobytes() + facts.encode()).hexdigest()[:8]
+    checksum = hashlib.md5(b"".join(a.tobytes() for a in arrays[:4])).hexdigest()[:8]
     count = np.bincount(labels)
     rows = np.full((len(classes), count.max()), -1)
     rows[np.arange(count.max()) < count[:, None]] = np.argsort(labels, kind="stable")  # by class
-    rows, classes, setting = torch.from_numpy(rows), classes.tolist(), DATASETS.get(name, OWN)
+    rows, classes = torch.from_numpy(rows), classes.tolist()
     images = torch.from_numpy(images.reshape(len(images), 28, 28, -1)).permute(0, 3, 1, 2)
     splits = {s: torch.from_numpy(np.flatnonzero(split == s)) for s in SPLITS}
     if setting.rotate:
@@ -296,38 +292,16 @@ def load_dataset(name: str, folder: Path, cfg: Config, device="cpu") -> Dataset:
                    rows.to(device), splits, checksum)
 
 
-def load_sequence(names, per_dataset: dict, cfg: Config, folder: Path, device="cpu", learned=()):
-    """The datasets with their settings, checked against the tasks that they must yield. One that is
-    `learned` already, of which a checkpoint has the facts, may be gone: it has no images then."""
-    sequence = []
-    for j, name in enumerate(names):
-        there = (folder / f"{name}.npz").exists() if name in DATASETS else Path(name).is_dir()
-        if not there and j < len(learned) and learned[j]["name"] == Path(name).resolve().name:
-            facts = learned[j]
-            setting = OWN._replace(**{field: facts[field] for field in PER_DATASET})
-            sequence.append(Dataset(facts["name"], facts["kind"], [], setting, None, None, {},
-                                    facts["checksum"]))
-            continue
-        data = load_dataset(name, folder, cfg, device)
-        own = {k: v[j] if len(v) > 1 else v[0] for k, v in per_dataset.items()}
-        data = data._replace(setting=data.setting._replace(**own))
-        colours, count = data.images.shape[1], (data.rows >= 0).sum(1)
-        need(colours in (1, cfg.channels), f"{data.name} needs --channels {colours}.")
-        fewest, smallest = int(count.min()), data.classes[int(count.argmin())]
-        need(fewest >= cfg.shot + cfg.query, f"{data.name} has a class of {fewest} images, "
-             f"{smallest}, too few for --shot {cfg.shot} and --query {cfg.query}; lower them.")
-        n = min(len(data.splits["train"]), len(data.splits[cfg.split]))
-        need(n >= cfg.way, f"{data.name} has {n} classes for training or {cfg.split}, too few for "
-             f"--way {cfg.way}; use {n} or fewer.")
-        need(data.name not in [d.name for d in sequence], f"two datasets are named {data.name}.")
-        sequence.append(data)
-    return sequence
-
-
-def facts_of(data: Dataset) -> dict:
-    """What identifies a dataset and its training, for records and checkpoints."""
-    settings = {field: getattr(data.setting, field) for field in PER_DATASET}
-    return dict(name=data.name, kind=data.kind, checksum=data.checksum, **settings)
+def check_dataset(data: Dataset, cfg: Config):
+    """Refuse one that cannot yield the tasks of cfg."""
+    colours, count = data.images.shape[1], (data.rows >= 0).sum(1)
+    need(colours in (1, cfg.channels), f"{data.name} needs --channels {colours}.")
+    need(count.min() >= cfg.shot + cfg.query, f"{data.name} has a class of {count.min()} images, "
+         f"{data.classes[count.argmin()]}, too few for --shot {cfg.shot} and --query {cfg.query}; "
+         "lower them.")
+    n = min(len(data.splits["train"]), len(data.splits[cfg.split]))
+    need(n >= cfg.way, f"{data.name} has {n} classes for training or {cfg.split}, too few for "
+         f"--way {cfg.way}; use {n} or fewer.")
 
 
 def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset], Dataset]:
@@ -337,26 +311,26 @@ def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset],
     characters; tasks to evaluate on have their characters from one unseen alphabet too.
     DIFFERS: an alphabet's last, incomplete task is left out, 24 of the paper's 254.
     """
-    rng, tasks = np.random.default_rng(seed), []
-    alphabets = [name.split("/")[0] for name in data.classes]
+    rng, tasks, N = np.random.default_rng(seed), [], cfg.way
+    names, number = np.unique([c.split("/")[0] for c in data.classes], return_inverse=True)
 
-    def members(split):
-        return {a: [c for c in data.splits[split].tolist() if alphabets[c] == a] for a in alphabets}
+    def alphabets(split):  # number of an alphabet: its classes in this split, if it fills a task
+        classes = data.splits[split].cpu().numpy()
+        parts = {a: classes[number[classes] == a] for a in range(len(names))}
+        return {a: part for a, part in parts.items() if len(part) >= N}
 
     def index(classes):
-        return torch.tensor(classes).to(data.rows)
+        return torch.from_numpy(np.array(classes)).to(data.rows)
 
-    training = {a: letters for a, letters in members("train").items() if letters}
-    for alphabet in rng.permutation(list(training)):
-        letters = rng.permutation(training[alphabet])
-        for k in range(len(letters) // cfg.way):
-            chosen = index(letters[k * cfg.way : (k + 1) * cfg.way])
-            tasks.append(data._replace(name=f"{alphabet} {k + 1}", splits={"train": chosen}))
-    unseen = {s: index([c for letters in members(s).values() if len(letters) >= cfg.way
-                        for c in letters]) for s in ("val", "test")}
-    need(tasks and len(unseen[cfg.split]), f"no alphabet has {cfg.way} characters; lower --way.")
-    number = index([alphabets.index(a) for a in alphabets])
-    judge = data._replace(name="unseen alphabets", splits=unseen, alphabet=number)
+    training = alphabets("train")
+    for a in rng.permutation(list(training)):
+        characters = rng.permutation(training[a])
+        for k in range(len(characters) // N):
+            chosen = index(characters[k * N : (k + 1) * N])
+            tasks.append(data._replace(name=f"{names[a]} {k + 1}", splits={"train": chosen}))
+    unseen = {s: index([c for part in alphabets(s).values() for c in part]) for s in SPLITS[1:]}
+    need(tasks and len(unseen[cfg.split]), f"no alphabet has {N} characters; lower --way.")
+    judge = data._replace(name="unseen alphabets", splits=unseen, alphabet=index(number))
     return tasks[: cfg.tasks], judge
 
 
@@ -439,10 +413,10 @@ def patches(x: Tensor, T: int) -> Tensor:
     return F.unfold(x, 3, padding=1).unflatten(1, (T, -1)).permute(1, 2, 0, 3).flatten(2)
 
 
-def layer(p: Params, name: str, x: Tensor, twice=False) -> Tensor:
+def layer(p: Params, name: str, x: Tensor, second_order=False) -> Tensor:
     """One layer of T networks: conv or norm on x (B, T*C, H, W), linear on x (T, B, features)."""
     w = p[f"{name}.weight"]
-    if name.startswith("conv") and twice and x.device.type != "cpu":
+    if name.startswith("conv") and second_order and x.device.type != "cpu":
         # On a GPU the second derivative of a grouped convolution loops over the groups.
         h = w.flatten(2) @ patches(x, len(w))  # (T, O, B*H*W)
         return h.unflatten(2, (len(x), *x.shape[2:])).permute(2, 0, 1, 3, 4).flatten(1, 2)
@@ -473,17 +447,18 @@ def first_block(p: Params, x: Tensor) -> Tensor:
     return h.transpose(0, 1).flatten(1, 2)
 
 
-def network(p: Params, x: Tensor, apply=layer, twice=False) -> Tensor:
+def network(p: Params, x: Tensor, apply=layer, second_order=False) -> Tensor:
     """Logits (T, B, N) of T networks, each on its own images x (T, B, C, 28, 28).
 
-    `apply` can stand in for `layer`, to watch the layers or to add noise. `twice`: a second
-    derivative will follow, in which channels-last, otherwise the faster layout, is slow.
+    `apply` can stand in for `layer`, to watch the layers or to add noise. If a second derivative
+    follows, channels-last, otherwise the faster layout, is slow.
     """
-    T, layout = len(x), torch.contiguous_format if twice else torch.channels_last
+    T, layout = len(x), torch.contiguous_format if second_order else torch.channels_last
     x = x.transpose(0, 1).flatten(1, 2).contiguous(memory_format=layout)  # (B, T*C, 28, 28)
-    apply = functools.partial(layer, twice=True) if twice else apply
+    folds = apply is layer
+    apply = functools.partial(layer, second_order=True) if second_order else apply
     for i in range(1, 5):
-        if i == 1 and (twice or apply is layer):
+        if i == 1 and folds:
             x = first_block(p, x)
         else:
             x = F.max_pool2d(apply(p, f"norm{i}", apply(p, f"conv{i}", x)), 2)
@@ -522,7 +497,7 @@ def adapt(p: Params, x, y, alpha, k, second_order=False, net=network) -> tuple[P
     """
     losses = []
     for _ in range(k):
-        losses.append(cross_entropy(net(p, x, twice=second_order), y))
+        losses.append(cross_entropy(net(p, x, second_order=second_order), y))
         grads = torch.autograd.grad(losses[-1].sum(), list(p.values()), create_graph=second_order)
         p = {n: v - alpha.view(-1, *[1] * (g.dim() - 1)) * g for (n, v), g in zip(p.items(), grads)}
         p = p if second_order else leaves(p)
@@ -561,23 +536,14 @@ RANK, RANKS, LOCAL_RANK = (int(os.environ[name]) if TORCHRUN else default for na
 
 def start_ranks(device, fewest):
     """Join the other processes; every one needs a task, and `fewest` are dealt out at a time."""
-    if TORCHRUN:
-        need(RANKS <= fewest, f"{RANKS} processes are too many for {fewest} tasks of an evaluation "
-             "or a curvature.")
-        if device == "cuda":
-            gpus = torch.cuda.device_count()
-            need(LOCAL_RANK < gpus, f"torchrun starts more processes than the {gpus} GPUs here.")
-            torch.cuda.set_device(LOCAL_RANK)
-        torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
-        sys.stdout = open(os.devnull, "w") if RANK else sys.stdout
-
-
-def end_ranks():
-    """All at once, and without Python's clean-up, in which torch sometimes aborts."""
-    if TORCHRUN:
-        torch.distributed.barrier()
-        sys.stdout.flush()
-        os._exit(0)
+    need(RANKS <= fewest, f"{RANKS} processes are too many for {fewest} tasks of an evaluation or "
+         "a curvature.")
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        need(LOCAL_RANK < gpus, f"torchrun starts more processes than the {gpus} GPUs here.")
+        torch.cuda.set_device(LOCAL_RANK)
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    sys.stdout = open(os.devnull, "w") if RANK else sys.stdout
 
 
 def share(before=0) -> slice:
@@ -607,13 +573,9 @@ def from_first_rank(content: bytes, device) -> bytes:
 
 
 def same_on_all_ranks(p: Params):
-    if RANKS > 1:
-        low = torch.stack([v.detach().double().sum() for v in p.values()])
-        high = low.clone()
-        torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN)
-        torch.distributed.all_reduce(high, torch.distributed.ReduceOp.MAX)
-        need(torch.equal(low, high), "the processes have different parameters; start all of them "
-             "again, with the same program, data and options.")
+    one = torch.stack([v.detach().double().sum() for v in p.values()])
+    need(torch.allclose(sum_over_ranks([one])[0], RANKS * one, 1e-12), "the processes have "
+         "different parameters; start all of them again, with the same program, data and options.")
 
 
 # --------------------------------------------------------------------------------------- Posteriors
@@ -954,18 +916,6 @@ def gaussian_kl(mean, logvar, prior_mean, prior_logvar) -> Tensor:
     return 0.5 * (ratio - 1 - logvar + prior_logvar).sum()
 
 
-def kl_weight(cfg: Config) -> float:
-    """1/48000 by default. DIFFERS: Eq. 14 divided by its query images has 1/(N Q); the authors also
-    divide the KL by tasks and samples, by 75 x 32 x 20 in the paper's N-athlons."""
-    named = {"paper": 1 / (cfg.way * cfg.query), "authors": 1 / (75 * 32 * 20)}
-    try:
-        value = named[cfg.kl_weight] if cfg.kl_weight in named else float(cfg.kl_weight)
-    except ValueError:
-        raise Problem(f"--kl-weight is {cfg.kl_weight!r}; it must be paper, authors or a number.")
-    check("kl_weight", value, 0)
-    return value
-
-
 class Variational(Posterior):
     """BomVI, Algorithm 2: Adam trains mean (theta) and log-variance, which are the next prior."""
 
@@ -973,14 +923,18 @@ class Variational(Posterior):
 
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
+        # DIFFERS: Eq. 14 divided by its query images has a KL over N Q; the authors also divide it
+        # by tasks and samples: by 75 x 32 x 20 in the paper's N-athlons, here on every schedule.
+        named = {"paper": 1 / (cfg.way * cfg.query), "authors": 1 / (75 * 32 * 20)}
+        self.kl_weight = named.get(cfg.kl_weight, cfg.kl_weight)
         first = math.log(cfg.first_variance)
         self.logvar = leaves({n: torch.full_like(v, cfg.initial_logvar) for n, v in theta.items()})
         self.prior_mean = {n: torch.zeros_like(v) for n, v in theta.items()}
         self.prior_logvar = {n: torch.full_like(v, first) for n, v in theta.items()}
 
     def parameters(self, theta):
-        own = dict(params=list(self.logvar.values()), lr=self.cfg.logvar_rate)
-        return [*super().parameters(theta), own]
+        logvars = dict(params=list(self.logvar.values()), lr=self.cfg.logvar_rate)
+        return [*super().parameters(theta), logvars]
 
     def expected_loss(self, mean: Params, x: Tensor, y: Tensor, rngs):
         """E_q of the cross-entropy by S samples, summed over the tasks of mean (T, ...); and its
@@ -998,24 +952,24 @@ class Variational(Posterior):
 
     def gradient(self, theta, batch, alpha, k, rngs):
         """Eq. 14: the mean adapts by gradients at the mean (Eqs. 33, 34); both expected losses."""
-        weight = self.cfg.shot / self.cfg.query
         x_s, y_s, x_q, y_q = batch
-        T, total, g_adapted, g_logvar = len(x_s), 0.0, [], []
+        T, weight, queries = len(x_s), self.cfg.shot / self.cfg.query, []
         adapted, _ = adapt(spread(theta, T), x_s, y_s, alpha, k, second_order=True)
         for part in chunks(T, x_s.device):
             mean = {n: v[part] for n, v in adapted.items()}
-            loss, g, g_l = self.expected_loss(mean, x_q[part], y_q[part], rngs[part])
-            total, g_adapted, g_logvar = total + loss, [*g_adapted, g], [*g_logvar, g_l]
-        loss, g, g_l = self.expected_loss(spread(theta, T), x_s, y_s, rngs)
-        cotangents = [torch.cat(c) for c in zip(*g_adapted)]
+            queries.append(self.expected_loss(mean, x_q[part], y_q[part], rngs[part]))
+        support, *support_grads = self.expected_loss(spread(theta, T), x_s, y_s, rngs)
+        losses, adapted_grads, logvar_grads = zip(*queries)
+        cotangents = [torch.cat(g) for g in zip(*adapted_grads)]
         grads = torch.autograd.grad(list(adapted.values()), list(theta.values()), cotangents)
-        grads = [a + weight * b.sum(0) for a, b in zip(grads, g)]
-        return total + weight * loss, grads + [weight * b + sum(a) for b, *a in zip(g_l, *g_logvar)]
+        grads = [g + weight * s.sum(0) for g, s in zip(grads, support_grads[0])]
+        grads += [sum(g) + weight * s for *g, s in zip(*logvar_grads, support_grads[1])]
+        return sum(losses) + weight * support, grads
 
     def penalty(self, theta):
         """The KL to the prior, weighted."""
         kl = sum(gaussian_kl(theta[n], self.logvar[n], self.prior_mean[n], self.prior_logvar[n])
-                 for n in theta) * kl_weight(self.cfg)
+                 for n in theta) * self.kl_weight
         return kl.detach(), torch.autograd.grad(kl, [*theta.values(), *self.logvar.values()])
 
     def absorb(self, theta, data, rng):
@@ -1174,10 +1128,10 @@ class Run:
         self.job, self.cfg, self.out, self.device = job, job.cfg, out, torch.device(device)
         self.sequence, self.judges = sequence, judges  # datasets to learn, datasets to evaluate on
         self.progress = progress  # takes the share done; returns True to stop
-        self.method, self.stages = METHODS[job.method], [facts_of(d) for d in sequence]
-        own = dict(method=job.method, variant=job.variant, seed=job.seed)
-        self.facts = facts | own | dict(datasets=[d.name for d in judges], stages=len(sequence))
-        self.settings = own | {"experiment": facts["experiment"]} | dataclasses.asdict(job.cfg)
+        self.method, self.learned = METHODS[job.method], [facts_of(d) for d in sequence]
+        who = dict(method=job.method, variant=job.variant, seed=job.seed)
+        self.facts = facts | who | dict(datasets=[d.name for d in judges], stages=len(sequence))
+        self.settings = who | {"experiment": facts["experiment"]} | dataclasses.asdict(job.cfg)
         self.theta = self.initial(0)
         self.posterior = self.method.posterior(job.cfg, self.theta)
         self.stage, self.iteration, self.rows, self.clock = 0, 0, [], time.time()
@@ -1202,7 +1156,7 @@ class Run:
                 falls = sum(i >= f * J for f in data.setting.decay) if self.posterior.decays else 0
                 self.optimiser.param_groups[0]["lr"] = self.cfg.outer_rate * 0.1**falls
                 batch = self.method.source(self.sequence[: t + 1], i, self.cfg, seed)
-                noise = lambda m: stream(self.device, seed, "noise", t, i, m)
+                noise = functools.partial(stream, self.device, seed, "noise", t, i)
                 loss = meta_step(self.theta, self.posterior, self.optimiser, batch, self.cfg, noise)
                 self.iteration = i + 1
                 if self.pause(J, loss):
@@ -1234,37 +1188,16 @@ class Run:
                 self.save()
         return stop and i < J
 
-    def state(self) -> dict:
-        """What a checkpoint holds; `rows` is the record."""
-        return dict(settings=self.settings, stages=self.stages, stage=self.stage,
-                    iteration=self.iteration, rows=self.rows, seconds=time.time() - self.clock,
-                    theta=self.theta, posterior=self.posterior.state(),
-                    optimiser=self.optimiser.state_dict())
-
-    def load(self, state):
-        self.stage, self.iteration = state["stage"], state["iteration"]
-        newer = {key: self.facts[key] for key in ("data", "settings", "datasets", "stages")}
-        self.rows = [row | newer for row in state["rows"]]  # the sequence may have grown
-        self.clock = time.time() - state["seconds"]
-        self.begin_at(state)
-        self.optimiser = torch.optim.Adam(self.posterior.parameters(self.theta))
-        self.optimiser.load_state_dict(state["optimiser"])
-        for moments in self.optimiser.state.values():
-            moments["step"] = moments["step"].cpu()  # where Adam reads it without waiting
-
-    def begin_at(self, state):
-        shapes = {n: v.shape for n, v in state["theta"].items()}
-        need(shapes == {n: v.shape for n, v in self.theta.items()}, "the network to begin with has "
-             "another size; use its --way, --channels and --filters.")
-        self.theta = state["theta"]
-        self.posterior.load(state["posterior"])
-
     def save(self):
         """A checkpoint, the one before it kept, and the record made from it."""
         same_on_all_ranks(self.theta)
+        state = dict(settings=self.settings, learned=self.learned, stage=self.stage,
+                     iteration=self.iteration, rows=self.rows, seconds=time.time() - self.clock,
+                     theta=self.theta, posterior=self.posterior.state(),
+                     optimiser=self.optimiser.state_dict())
         if RANK == 0:
             with replacing(self.out / "checkpoint.pt", self.out / "checkpoint.before.pt") as file:
-                torch.save(self.state(), file)
+                torch.save(state, file)
         self.write_record()
 
     def write_record(self):
@@ -1272,78 +1205,98 @@ class Run:
             with replacing(self.out / "record.jsonl") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in self.rows).encode())
 
+    def load(self, state):
+        self.begin_at(state)
+        self.stage, self.iteration = state["stage"], state["iteration"]
+        newer = {key: self.facts[key] for key in ("data", "settings", "datasets", "stages")}
+        self.rows = [row | newer for row in state["rows"]]  # the sequence may have grown
+        self.clock = time.time() - state["seconds"]
+        self.optimiser = torch.optim.Adam(self.posterior.parameters(self.theta))
+        self.optimiser.load_state_dict(state["optimiser"])
+        for moments in self.optimiser.state.values():
+            moments["step"] = moments["step"].cpu()  # where Adam reads it without waiting
+
+    def begin_at(self, state):
+        shapes = [{n: v.shape for n, v in p.items()} for p in (self.theta, state["theta"])]
+        need(shapes[0] == shapes[1], "the checkpoint is of a network of another size; use its "
+             "--way, --channels and --filters.")
+        self.theta = state["theta"]
+        self.posterior.load(state["posterior"])
+
     def resume(self, fresh=False, start_from=None):
         """From the newest checkpoint that can be read; without any results, from the start, or from
         another run's parameters and posterior."""
-        names = ("checkpoint.pt", "checkpoint.before.pt", "record.jsonl")
-        paths = [self.out / name for name in names]
-        self.settings["start_from"] = str(start_from or "")
-        first = start_from and self.check_start(start_from)  # before anything is deleted
+        first = None
+        if start_from:  # read before anything is deleted
+            _, first = next(checkpoints(start_from, self.device), (None, None))
+            usable = first and first["settings"]["method"] == self.job.method
+            need(usable and start_from.resolve() != self.out.resolve(), f"--start-from {start_from}"
+                 f" is not the folder of another run of {self.job.method}; name one.")
+            self.settings["start_from"] = str(start_from.resolve())
         for path in self.out.glob("*") if RANK == 0 else ():
             if path.suffix == ".tmp" or fresh and path.name != "lock":
                 path.unlink()
-        for path in paths[:2]:
+        newest = self.out / "checkpoint.pt"
+        for path, state in checkpoints(self.out, self.device):
+            self.compare(state)
             try:
-                if state := read_checkpoint(path, self.device):
-                    self.compare(state)
-                    self.load(state)
-                    if RANK == 0 and path != paths[0] and paths[0].exists():
-                        os.replace(paths[0], self.out / "checkpoint.damaged")
-                    return self.write_record()
+                self.load(state)
             except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-                print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
-        found = [p for pattern in ("checkpoint*", "record*") for p in self.out.glob(pattern)]
-        need(RANK or not found, f"{self.out} holds results but no readable checkpoint; use another "
-             "--out, or --fresh to delete them and start over.")
+                say_damaged(path, error)
+                continue
+            if RANK == 0 and path != newest and newest.exists():  # never to replace a good one
+                os.replace(newest, self.out / "checkpoint.damaged")
+            return self.write_record()
+        left = [p.name for p in self.out.glob("*") if p.name != "lock"] if RANK == 0 else []
+        need(not left, f"{self.out} holds results ({', '.join(left)}) but no readable checkpoint; "
+             "use another --out, or --fresh to delete them and start over.")
         if first:
             self.begin_at(first)
-
-    def check_start(self, folder):
-        """The state to start from, of another run of the same method."""
-        own = Path(folder).resolve() == self.out.resolve()
-        need(not own, "--start-from is the folder of this run itself; use another --out.")
-        state = newest_checkpoint(Path(folder), self.device)
-        need(state, f"{folder} has no checkpoint to start from; name the folder of a run.")
-        method = state["settings"]["method"]
-        need(method == self.job.method, f"{folder} is a run of {method}, not of {self.job.method}.")
-        return state
 
     def compare(self, state):
         """Refuse to go on from a run that this one does not continue."""
         old, new = state["settings"], self.settings
-        differ = [f"{k} was {old.get(k)!r}, is {new[k]!r}" for k in new if old.get(k) != new[k]]
+        differ = [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in old | new
+                  if old.get(k) != new.get(k)]
         need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); use "
              "another --out, or --fresh to delete it and start over.")
-        before, now = state["stages"], self.stages
-        if now[: len(before)] != before:
-            sequences = [",".join(facts["name"] for facts in some) for some in (before, now)]
-            why = "other images or settings of" if sequences[0] == sequences[1] else "a run of"
-            raise Problem(f"{self.out} holds {why} {sequences[0]}, which {sequences[1]} does not "
-                          "continue; use another --out.")
-        if state["rows"] and state["rows"][-1]["revision"] != self.facts["revision"]:
-            print(f"{self.job.name}: the program has changed since revision "
-                  f"{state['rows'][-1]['revision']}; going on with {self.facts['revision']}.")
+        before, now = state["learned"], self.learned
+        differ = [f"{a['name']}: {k} was {a[k]}, is {b[k]}" for a, b in zip(before, now) for k in a
+                  if a["name"] == b["name"] and a[k] != b[k]]
+        why = f" ({'; '.join(differ)})" if differ else ""
+        names = [",".join(facts["name"] for facts in some) for some in (before, now)]
+        need(now[: len(before)] == before, f"{self.out} holds a run of {names[0]}, which {names[1]}"
+             f" does not continue{why}; use another --out.")
+        was = state["rows"][-1]["revision"] if state["rows"] else self.facts["revision"]
+        if was != self.facts["revision"]:
+            print(f"{self.job.name}: the program has changed since {was}; going on.")
 
 
-def read_checkpoint(path, device) -> dict | None:
-    try:
-        content = path.read_bytes() if RANK == 0 and path.exists() else b""
-        content = from_first_rank(content, device)
-        if not content:
-            need(RANK or not path.exists(), "it is empty")
-            return None
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:  # torch does not check the checksums
-            need(not archive.testzip(), "a checksum in it is wrong")
-        state = torch.load(io.BytesIO(content), weights_only=True, map_location=device)
-        need({"settings", "stages", "stage", "rows", "theta", "posterior"} <= set(state), "no run")
-        return state
-    except Exception as error:  # torch raises almost anything on bad bytes
-        print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
+def facts_of(data: Dataset) -> dict:
+    """What identifies a dataset and its training, for records and checkpoints."""
+    settings = {field: getattr(data.setting, field) for field in PER_DATASET}
+    return dict(name=data.name, kind=data.kind, checksum=data.checksum, **settings)
 
 
-def newest_checkpoint(folder, device="cpu") -> dict | None:
-    names = "checkpoint.pt", "checkpoint.before.pt"
-    return next(filter(None, (read_checkpoint(folder / name, device) for name in names)), None)
+def say_damaged(path, error):
+    print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
+
+
+def checkpoints(folder: Path, device="cpu"):
+    """The checkpoints of a run that can be read, newest first: path, state."""
+    for path in (folder / "checkpoint.pt", folder / "checkpoint.before.pt"):
+        try:
+            content = path.read_bytes() if RANK == 0 and path.exists() else b""
+            content = from_first_rank(content, device)
+            if content or RANK == 0 and path.exists():
+                with zipfile.ZipFile(io.BytesIO(content)) as archive:  # torch checks no checksums
+                    need(not archive.testzip(), "a checksum in it is wrong")
+                state = torch.load(io.BytesIO(content), weights_only=True, map_location=device)
+                keys = {"settings", "learned", "stage", "rows", "theta", "posterior"}
+                need(keys <= set(state), "it is not of a run")
+                yield path, state
+        except Exception as error:  # torch raises almost anything on bad bytes
+            say_damaged(path, error)
 
 
 @contextlib.contextmanager
@@ -1382,26 +1335,25 @@ def lock(folder: Path):
 def read_records(folder, settings=None):
     """The rows of each record in the folder, by variant and seed, all of these settings or of those
     that most have. What cannot be used is named."""
-    found, runs, order = {}, {}, list(METHODS)
+    found, order = {}, list(METHODS)
     for path in sorted(folder.glob("*/record.jsonl")):
         try:
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             for r in rows:
-                need(0 <= r["accuracy"] <= 1 and 0 < r["iteration"] <= r["iterations"], "a number")
-                need(0 < r["stage"] <= r["stages"] and r["newest"] and r["way"], "a stage")
-                need(r["evaluated"] in r["datasets"] and METHODS[r["method"]], "a name")
-                need(label_of(r["variant"]) and r["seed"] >= 0, "a variant")
+                need(0 <= r["accuracy"] <= 1 and 0 < r["iteration"] <= r["iterations"]
+                     and 0 < r["stage"] <= r["stages"] and r["evaluated"] in r["datasets"]
+                     and r["newest"] and r["way"] and r["revision"] and METHODS[r["method"]]
+                     and label_of(r["variant"]) and r["seed"] >= 0, "a value")
             found[path] = rows[0]["settings"], (r["variant"], r["seed"]), rows
         except Exception as error:  # a foreign file can hold anything
             print(f"left out: {path} ({brief(error)} is wrong in it)")
     counts = Counter(of for of, _, _ in found.values())
     settings = settings or max(counts, key=counts.get, default=None)
-    for path, (of, key, rows) in found.items():
-        if of == settings:
-            runs[key] = rows
-        else:
+    for path, (of, _, _) in found.items():
+        if of != settings:
             print(f"left out: {path} (its settings are others)")
-    return dict(sorted(runs.items(), key=lambda r: (order.index(r[0][0].split("@")[0]), r[0])))
+    runs = sorted((key, rows) for of, key, rows in found.values() if of == settings)
+    return dict(sorted(runs, key=lambda run: order.index(run[0][0].split("@")[0])))
 
 
 def label_of(variant):
@@ -1410,7 +1362,7 @@ def label_of(variant):
 
 
 def accuracies(rows):
-    """A run's accuracies in % by name; nan where it has not come that far.
+    """A run's accuracies in % by name; nan where it was not evaluated.
 
     "own X" is right after the own stage of X, "end X" after the last; X is a dataset or a mean over
     the past ones, the new ones (all but the first), the last or all. "early last" is that after J
@@ -1419,8 +1371,8 @@ def accuracies(rows):
     names, T = rows[0]["datasets"], rows[0]["stages"]
     at = {(r["stage"], r["evaluated"]): r["accuracy"] for r in rows
           if r["iteration"] == r["iterations"]}
-    early = {(T, "early"): r["accuracy"] for r in rows if r["iteration"] == r["newest"]
-             and (r["stage"], r["evaluated"]) == (T, names[-1])}
+    at |= {(T, "early"): r["accuracy"] for r in rows if r["iteration"] == r["newest"]
+           and (r["stage"], r["evaluated"]) == (T, names[-1])}
     own, end, q = list(enumerate(names, 1)), [(T, n) for n in names], max(1, T // 4)
     tasks = [(t, names[0]) for t in range(1, T + 1)]
     points = {"own past": own[:-1], "own new": own[1:], "end past": end[:-1], "end last": end[-1:],
@@ -1428,8 +1380,8 @@ def accuracies(rows):
               "first tasks": tasks[:q], "last tasks": tasks[-q:]}
     points |= {f"own {n}": [(j, n)] for j, n in own} | {f"end {n}": [(T, n)] for n in names}
     points |= {f"after task {t}": [(t, n)] for t, n in tasks}
-    found = {key: [(at | early).get(p, math.nan) for p in some] for key, some in points.items()}
-    return {key: 100 * float(np.mean(values)) for key, values in found.items() if values}
+    return {key: 100 * float(np.mean([at.get(p, math.nan) for p in some]))
+            for key, some in points.items() if some}
 
 
 def half_width(values):
@@ -1448,10 +1400,13 @@ def table(runs, names, T):
         seeds, cells = [accuracies(rows) for (v, _), rows in runs.items() if v == variant], []
         for keys in columns.values():
             values = [[s[key] for s in seeds if not math.isnan(s[key])] for key in keys]
-            cell = " -> ".join(f"{np.mean(v):.1f}" if v else "..." for v in values)
-            cells.append(cell + (f" ± {half_width(values[-1]):.1f}" if len(values[-1]) > 2 else ""))
+            cell = " -> ".join(f"{np.mean(v):.1f}" if v else "not evaluated" for v in values)
+            half = half_width(values[-1])
+            cells.append(cell + (f" ± {half:.1f}" if math.isfinite(half) else ""))
         done = f"{len(values[-1])} of " if len(values[-1]) < len(seeds) else ""
         lines.append(f"| {label_of(variant)} | {done}{len(seeds)} | {' | '.join(cells)} |")
+    revisions = sorted({row["revision"] for rows in runs.values() for row in rows})
+    lines += [f"\nRuns of several revisions: {', '.join(revisions)}."] if revisions[1:] else []
     return "\n".join(lines)
 
 
@@ -1503,9 +1458,9 @@ def verdicts(runs, claims):
     found = {key: accuracies(rows) for key, rows in runs.items()}
     pattern = r"(\S+) ((\S+) (\w+ \w+) ([<>]) (\S+) (\w+ \w+)(?: ([+-] \d+))?)"
     for section, claim, a, key_a, sign, b, key_b, margin in re.findall(pattern, claims):
-        seeds = [seed for variant, seed in found if variant == a and (b, seed) in found]
-        apart = [found[a, seed].get(key_a, math.nan) - found[b, seed].get(key_b, math.nan)
-                 for seed in seeds]
+        pairs = [(found[a, seed], found[b, seed]) for v, seed in found if v == a
+                 and (b, seed) in found]
+        apart = [one.get(key_a, math.nan) - other.get(key_b, math.nan) for one, other in pairs]
         apart = [value for value in apart if not math.isnan(value)]  # both have come that far
         mean, half = sum(apart) / max(len(apart), 1), half_width(apart)
         over = mean - float(margin.replace(" ", "") or 0)
@@ -1553,7 +1508,8 @@ def figure(runs, names, T, title, way):
                 draw("L".join(upper + lower[::-1]), fill=colours[v], more="opacity='0.2'")
                 middle = "L".join(place(t, mean) for t, mean, _ in line) + "h0"  # a point is a dot
                 draw(middle, colours[v], more="stroke-width='2.5' stroke-linecap='round'")
-        write(name, 46, y + 14, "font-weight='bold'")
+        seen = any(r["evaluated"] == name for rows in runs.values() for r in rows)
+        write(name if seen else f"{name}: not evaluated", 46, y + 14, "font-weight='bold'")
         y += height + 16
     for t in range(1, T + 1) if T == len(names) else quarters(T):
         x, words = 40 + width * t / T, names[t - 1] if T == len(names) else f"task {t}"
@@ -1566,15 +1522,13 @@ def figure(runs, names, T, title, way):
 def curves(runs, variant, name):
     """A variant's lines in a panel, of (time in stages, mean, standard deviation): one, or one for
     each stage where those start from scratch."""
-    points = defaultdict(list)
+    lines = defaultdict(lambda: defaultdict(list))
     for r in (r for (v, _), rows in runs.items() if v == variant for r in rows):
         if r["evaluated"] == name:
-            line = r["stage"] if METHODS[r["method"]].from_scratch else 0
-            points[line, r["stage"] - 1 + r["iteration"] / r["iterations"]].append(r["accuracy"])
-    lines = defaultdict(list)
-    for (line, t), accuracy in sorted(points.items()):
-        lines[line].append((t, np.mean(accuracy), np.std(accuracy)))
-    return lines.values()
+            line = lines[r["stage"] if METHODS[r["method"]].from_scratch else 0]
+            line[r["stage"] - 1 + r["iteration"] / r["iterations"]].append(r["accuracy"])
+    return [[(t, np.mean(a), np.std(a)) for t, a in sorted(line.items())]
+            for _, line in sorted(lines.items())]
 
 
 def heading(row):
@@ -1590,11 +1544,10 @@ def report(folder, settings=None):
     names, T, title = first["datasets"], first["stages"], heading(first)
     text = f"{title}: accuracy in %, 95 % intervals over seeds\n\n{table(runs, names, T)}\n"
     claims = "" if first["experiment"] == "run" else CLAIMS if T == len(names) else TASK_CLAIMS
-    with replacing(folder / "report.md") as file:
-        file.write(f"{text}\n{verdicts(runs, claims)}\n".encode(errors="backslashreplace"))
-    with replacing(folder / "accuracy.svg") as file:
-        svg = figure(runs, names, T, title, first["way"])
-        file.write(svg.encode(errors="backslashreplace"))
+    for name, content in (("report.md", f"{text}\n{verdicts(runs, claims)}\n"),
+                          ("accuracy.svg", figure(runs, names, T, title, first["way"]))):
+        with replacing(folder / name) as file:
+            file.write(content.encode(errors="backslashreplace"))
     return text
 
 
@@ -1607,41 +1560,37 @@ def classify(args):
     All images go through the network together: batch norm uses their joint statistics.
     """
     for name, path in (("from", args.source), ("labelled", args.labelled), ("images", args.images)):
-        need(path, f"classify needs --{name}, a folder.")
-        need(path.is_dir(), f"--{name} {path} is not a folder.")
-    state = newest_checkpoint(args.source)
+        need(path and path.is_dir(), f"classify needs --{name}, a folder; it is {path}.")
+    path, state = next(checkpoints(args.source), (None, None))
     need(state, f"{args.source} has no checkpoint that can be read.")
     need(state["settings"]["method"] in METHODS, f"{args.source} is a run of an unknown method.")
-    fields, last = {f.name for f in dataclasses.fields(Config)}, state["stages"][-1]
+    fields = {f.name for f in dataclasses.fields(Config)}
     cfg = Config(**{name: v for name, v in state["settings"].items() if name in fields})
     x_s, y_s, classes = read_classes(args.labelled, cfg.channels)
-    n = len(classes)
+    n, files, x_q = len(classes), [], []
     more = f"; train one with --way {n}." if n > 2 else "."
     need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
          f"can tell 2 to {cfg.way} classes apart{more}")
-    files, x_q = [], []
     for path in sorted(p for p in args.images.rglob("*") if not p.is_dir()):
         try:
-            x_q.append(read_image(path, args.images, "L" if cfg.channels == 1 else "RGB"))
+            x_q.append(read_image(path, args.images, cfg.channels))
             files.append(path.relative_to(args.images))
         except Problem as problem:
             print(f"left out: {problem}")
     need(files, f"{args.images} holds no image that can be read.")
-    alpha = args.inner_rate[0] if args.inner_rate else last["inner_rate"]
-    k = args.eval_steps[0] if args.eval_steps else last["eval_steps"]
-    check("inner_rate", alpha, 0)
-    check("eval_steps", k, 1)
+    learned = state["learned"][-1]
+    alpha, = args.inner_rate or [learned["inner_rate"]]
+    k, = args.eval_steps or [learned["eval_steps"]]
     print(f"{n} classes, {len(y_s)} labelled images, {len(files)} others; alpha {alpha:g}, k {k}")
     chances = predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k)
     need(np.isfinite(chances).all(), "the adaptation diverged; try a smaller --inner-rate.")
-    with open("predictions.csv", "w", newline="", errors="backslashreplace") as file:
+    guesses, right = [classes[c] for c in chances.argmax(1)], []
+    with open("predictions.csv", "x", newline="", errors="backslashreplace") as file:
         csv.writer(file).writerow(["file", "class", *classes])
-        for name, p in zip(files, chances):
-            found = classes[int(np.argmax(p))]
-            csv.writer(file).writerow([name, found, *(f"{v:.4f}" for v in p)])
-            print(f"{str(name):40} {found:24} {max(p):.2f}")
-    right = [name.parts[0] == classes[int(np.argmax(p))] for name, p in zip(files, chances)
-             if name.parts[0] in classes]
+        for name, guess, p in zip(files, guesses, chances):
+            csv.writer(file).writerow([name, guess, *(f"{v:.4f}" for v in p)])
+            print(f"{str(name):40} {guess:24} {max(p):.2f}")
+            right += [name.parts[0] == guess] if name.parts[0] in classes else []
     print("predictions.csv is written")
     if right:
         print(f"right for {np.mean(right):.1%} of {len(right)} images in folders of these classes")
@@ -1687,6 +1636,10 @@ def names(text):
     return text.split(",")
 
 
+def weight(text):
+    return text if text in ("paper", "authors") else float(text)
+
+
 def options():
     parser = Parser("boml.py", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -1702,7 +1655,7 @@ def options():
     add("data", "folder of <name>.npz (default: %(default)s)", type=Path, default=HERE / "data")
     add("out", "folder of results (default: %(default)s)", type=Path, default=HERE / "runs")
     add("device", "default: cuda if there is one", choices=("cpu", "cuda"))
-    add("jobs", "runs side by side (default: one per core, or 1 on a GPU)", type=int)
+    add("jobs", "runs side by side (default: one per core, or per GPU)", type=int)
     add("generated", "generated datasets stand in for missing ones", action="store_true")
     add("fresh", "delete the results of these runs and start over", action="store_true")
     add("start_from", "folder of a run whose parameters and posterior to begin with", type=Path)
@@ -1712,11 +1665,10 @@ def options():
     for name in PER_DATASET:
         kind = numbers if name == "inner_rate" else integers
         add(name, "one for all datasets, or one for each", type=kind)
+    special = dict(past_weight=numbers, kl_weight=weight, jacobian_rate=float)
     for field in dataclasses.fields(Config):
-        how = dict(type=float if field.default is None else type(field.default))
-        if field.name == "past_weight":
-            how = dict(type=numbers)
-        elif field.metadata["choices"]:
+        how = dict(type=special.get(field.name, type(field.default)))
+        if field.metadata["choices"]:
             how = dict(choices=field.metadata["choices"])
         elif field.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)
@@ -1725,47 +1677,58 @@ def options():
 
 
 def parse(argv):
-    """The command line, checked, with its Config as `cfg` and its runs as `todo`."""
+    """The command line, checked: with its Config as `cfg`, its datasets as `sequence`, a list of
+    (name, Setting), and its runs as `todo`, a list of Job."""
     args = options().parse_args(argv)
+    for name in PER_DATASET:
+        for value in vars(args)[name] or ():
+            check(name, value, 0 if name == "inner_rate" else 1)
     if args.command in ("report", "classify"):
         return args
     experiment, gpu = EXPERIMENTS[args.command], torch.cuda.is_available()
     args.device = args.device or ("cuda" if gpu else "cpu")
     need(gpu or args.device == "cpu", "CUDA is not available on this machine; use --device cpu.")
     args.schedule = args.schedule or ("paper" if args.device == "cuda" else "cpu")
-    own = experiment.cpu if args.schedule == "cpu" and not args.sequence else {}
-    values = SCHEDULES[args.schedule] | experiment.every | own
-    args.sequence = args.sequence or list(experiment.sequence)
-    need(args.sequence, "run needs --sequence: datasets in order, separated by commas.")
-    need(args.command != "omniglot" or len(args.sequence) == 1, "omniglot takes one dataset, whose "
-         "alphabets it cuts into tasks.")
-    for j, name in enumerate(args.sequence):
-        if args.generated and name in DATASETS and not (args.data / f"{name}.npz").exists():
-            args.sequence[j] = DATASETS[name].stand_in or name
-    given = vars(args)
+    short = experiment.cpu if args.schedule == "cpu" and not args.sequence else {}
+    values = SCHEDULES[args.schedule] | experiment.every | short
+    given = {name: value for name, value in vars(args).items() if value is not None}
     fields = {f.name for f in dataclasses.fields(Config)} - {"past_weight"}
-    values |= {n: given[n] for n in (*PER_DATASET, *fields) if given[n] is not None}
-    args.per_dataset = {n: values.pop(n) for n in PER_DATASET if n in values}
-    for name, several in args.per_dataset.items():
-        need(len(several) in (1, len(args.sequence)), f"{flag(name)} has {len(several)} values for "
-             f"{len(args.sequence)} datasets; give one for all, or one for each.")
-        for value in several:
-            check(name, value, 0 if name == "inner_rate" else 1)
+    values |= {name: given[name] for name in (fields | set(PER_DATASET)) & set(given)}
+    datasets = args.sequence or experiment.sequence
+    need(datasets, "run needs --sequence: datasets in order, separated by commas.")
+    need(args.command != "omniglot" or len(datasets) == 1, "omniglot takes one dataset, whose "
+         "alphabets it cuts into tasks.")
+    args.sequence = []
+    for name in datasets:
+        if args.generated and name in DATASETS and not (args.data / f"{name}.npz").exists():
+            name = DATASETS[name].stand_in or name
+        args.sequence.append((name, DATASETS.get(name, OWN)))
+    for key in PER_DATASET:
+        if several := values.pop(key, None):
+            need(len(several) in (1, len(datasets)), f"{flag(key)} has {len(several)} values for "
+                 f"{len(datasets)} datasets; give one for all, or one for each.")
+            args.sequence = [(name, setting._replace(**{key: value})) for (name, setting), value
+                             in zip(args.sequence, several * len(datasets))]
     check("jobs", args.jobs or 1, 1)
-    weighed = set(args.methods) & set(experiment.past_weight)
-    need(weighed or not args.past_weight, "--past-weight is for bomla and bomvi; add one of them.")
-    args.cfg, args.todo = Config(**values), []
+    args.cfg = Config(**values)
+    args.todo = jobs(args, experiment)
+    return args
+
+
+def jobs(args, experiment):
+    """A job for each seed, method and lambda."""
+    todo, cfg, weighed = [], args.cfg, experiment.past_weight
+    need(not args.past_weight or set(args.methods) & set(weighed), "--past-weight is for bomla and "
+         "bomvi; add one of them.")
     for seed, method in itertools.product(args.seeds, args.methods):
         check("seeds", seed, 0)
         need(method in METHODS, f"--methods: {method!r} is not one of {', '.join(METHODS)}.")
-        usual = experiment.past_weight.get(method, args.cfg.past_weight)
-        several = args.past_weight if method in experiment.past_weight else None
-        for weight in several or (usual,):
-            variant = method if weight == usual else f"{method}@{weight:g}"
-            cfg = dataclasses.replace(args.cfg, past_weight=weight)
-            args.todo.append(Job(method, variant, seed, cfg))
-    need(len(set(args.todo)) == len(args.todo), "--methods, --seeds or --past-weight repeats one.")
-    return args
+        usual = weighed.get(method, cfg.past_weight)
+        for value in args.past_weight if args.past_weight and method in weighed else (usual,):
+            variant = method if value == usual else f"{method}@{value:g}"
+            todo.append(Job(method, variant, seed, dataclasses.replace(cfg, past_weight=value)))
+    need(len(set(todo)) == len(todo), "--methods, --seeds or --past-weight repeats one.")
+    return todo
 
 
 def shared_facts(args, sequence):
@@ -1784,12 +1747,24 @@ def revision():
     return "unknown"
 
 
-def load_for(args, job, device="cpu"):
-    """The sequence for a job, of whose finished stages the images may be gone."""
-    state = newest_checkpoint(args.out / args.command / job.name)
-    learned = state["stages"][: state["stage"]] if state and not args.fresh else ()
-    sequence = load_sequence(args.sequence, args.per_dataset, job.cfg, args.data, device, learned)
-    gone = [d.name for d in sequence if d.images is None]
+def load_sequence(args, job, device="cpu"):
+    """The datasets of a job. Of those that it has learned the images may be gone."""
+    _, state = next(checkpoints(args.out / args.command / job.name), (None, None))
+    learned = state["learned"][: state["stage"]] if state and not args.fresh else []
+    sequence, gone = [], []
+    for j, (name, setting) in enumerate(args.sequence):
+        path = args.data / f"{name}.npz" if name in DATASETS else Path(name)
+        facts = learned[j] if j < len(learned) else {"name": None}
+        if facts["name"] == path.resolve().stem and not (path.is_file() or any(path.glob("*/*"))):
+            setting = setting._replace(**{field: facts[field] for field in PER_DATASET})
+            data = Dataset(facts["name"], facts["kind"], [], setting, None, None, {},
+                           facts["checksum"])
+            gone.append(data.name)
+        else:
+            data = load_dataset(name, setting, args.data, job.cfg, device)
+            check_dataset(data, job.cfg)
+        need(data.name not in [d.name for d in sequence], f"two datasets are named {data.name}.")
+        sequence.append(data)
     need(not gone or METHODS[job.method].source is from_newest, f"{job.method} trains on all "
          f"datasets, and {', '.join(gone)} is gone; leave it out of --methods.")
     return sequence
@@ -1797,7 +1772,7 @@ def load_for(args, job, device="cpu"):
 
 def work(args, job, progress) -> bool:
     """One run, from its data to its last record; False if it was stopped."""
-    sequence = judges = load_for(args, job, args.device)
+    sequence = judges = load_sequence(args, job, args.device)
     facts, out = shared_facts(args, sequence), args.out / args.command / job.name
     if args.command == "omniglot":
         sequence, *judges = task_sequence(sequence[0], job.cfg, job.seed)
@@ -1810,57 +1785,54 @@ def work(args, job, progress) -> bool:
 FULL = 3  # the status of a run that could not read or write: the disk may be full, start no other
 
 
-def child(args, number, slot, shares, stop):
-    """A run in its own process. Only the parent handles signals, and passes them on as `stop`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def child(args, job, slot):
+    """A run in a process of its own, which finishes its iteration and saves its state before it
+    stops. Only the parent hears Ctrl-C."""
     torch.set_num_threads(1)  # two runs with a thread each beat one run with two
     if args.device == "cuda":
         torch.cuda.set_device(slot % torch.cuda.device_count())
+    asked, start, said = [], time.time(), time.time() - 50
+    signal.signal(signal.SIGTERM, lambda *_: asked.append("to stop"))
 
     def progress(share):
-        shares[number] = share
-        return stop.is_set() or not multiprocessing.parent_process().is_alive()
+        nonlocal said
+        if time.time() > said + 60:  # a line every minute
+            said = time.time()
+            end = time.strftime("%a %H:%M", time.localtime(start + (said - start) / share))
+            print(f"{job.name}: {share:.0%}, done {end}", file=sys.stderr, flush=True)
+        return bool(asked) or not multiprocessing.parent_process().is_alive()
 
-    one_sentence(work, args, args.todo[number], progress)
+    one_sentence(work, args, job, progress)
 
 
 def side_by_side(args, show):
     """Every run in its own process, `--jobs` at a time; returns those that failed."""
     context, running, failed = multiprocessing.get_context("spawn"), {}, []
-    shares, stop = context.Array("d", len(args.todo)), context.Event()
-    waiting, start, said = list(enumerate(args.todo)), time.time(), 0.0
     slots = args.jobs or (torch.cuda.device_count() if args.device == "cuda" else os.cpu_count())
-    free = list(range(slots))
+    waiting, free = list(args.todo), list(range(slots))
     try:
         while waiting or running:
-            if waiting and free:
-                (number, job), slot = waiting.pop(0), free.pop(0)
-                process = context.Process(target=child, args=(args, number, slot, shares, stop))
-                running[job.name] = process, slot
-                heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # also while it imports
+            while waiting and free:
+                job, slot = waiting.pop(0), free.pop(0)
+                process = context.Process(target=child, args=(args, job, slot))
+                running[process] = job.name, slot
+                heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the process
                 process.start()
                 signal.signal(signal.SIGINT, heard)
-            for name, (process, slot) in list(running.items()):
-                if process.exitcode is not None:
-                    free.append(running.pop(name)[1])
-                    if process.exitcode:
-                        failed.append(name)
-                        print(f"boml: {name} has failed ({process.exitcode}).", file=sys.stderr)
-                    if process.exitcode == FULL:
-                        waiting.clear()
-                    show()
-            if time.time() > said + (1 if sys.stderr.isatty() else 60):
-                said, share = time.time(), sum(shares) / len(shares)
-                end = time.localtime(start + (said - start) / share) if share else None
-                when = f", done {time.strftime('%a %H:%M', end)}" if end else ""
-                line = f"{share:.0%}{when}: {' '.join(running)}"
-                before, after = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
-                print(before + line, end=after, file=sys.stderr, flush=True)
-            time.sleep(0.1)
-    finally:  # also after a signal: each run finishes its iteration and saves its state
-        stop.set()
-        for process, _ in running.values():
+            multiprocessing.connection.wait([process.sentinel for process in running])
+            for process in [p for p in running if not p.is_alive()]:
+                name, slot = running.pop(process)
+                free.append(slot)
+                if process.exitcode:
+                    failed.append(name)
+                    print(f"boml: {name} has failed ({process.exitcode}).", file=sys.stderr)
+                if process.exitcode == FULL:
+                    waiting.clear()
+                show()
+    finally:  # also after a signal
+        for process in running:
+            process.terminate()
+        for process in running:
             process.join()
     return failed
 
@@ -1876,9 +1848,10 @@ def main(argv):
     if args.command == "classify":
         return classify(args)
     cfg, folder = args.cfg, args.out / args.command
-    curved = cfg.hessian_tasks if "bomla" in args.methods else cfg.eval_tasks
-    start_ranks(args.device, min(cfg.eval_tasks, curved))
-    sequence = load_for(args, args.todo[0])
+    if TORCHRUN:
+        curved = cfg.hessian_tasks if "bomla" in args.methods else cfg.eval_tasks
+        start_ranks(args.device, min(cfg.eval_tasks, curved))
+    sequence = load_sequence(args, args.todo[0])
     facts = shared_facts(args, sequence)
     print(f"{heading(facts)}, on {args.device}: {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries "
           f"per class, meta-batches of {cfg.meta_batch}; results in {folder}")
@@ -1894,13 +1867,14 @@ def main(argv):
         if RANK == 0:
             print(f"\n{report(folder, facts['settings'])}", flush=True)
 
-    if RANKS > 1:
+    if TORCHRUN:
         failed = [job.name for job in args.todo if not work(args, job, lambda share: False)]
         show()
-    else:
-        failed = side_by_side(args, show)
-    need(not failed, f"{', '.join(failed)} did not finish; the same command goes on from there.")
-    end_ranks()
+        torch.distributed.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # without Python's clean-up, in which torch sometimes aborts
+    failed = side_by_side(args, show)
+    need(not failed, f"{', '.join(failed)} did not finish, for the reason above.")
 
 
 class Stopped(BaseException):
@@ -1919,7 +1893,11 @@ def one_sentence(function, *args):
     """A mistake of the user's or the machine's ends in one sentence and status 2."""
     try:
         function(*args)
-    except (Problem, OSError, MemoryError, torch.OutOfMemoryError) as problem:
+    except (Problem, OSError, MemoryError, RuntimeError) as problem:
+        if isinstance(problem, RuntimeError):
+            if "memory" not in str(problem):
+                raise  # an error of the program
+            problem = f"not enough memory ({brief(problem)}); lower --meta-batch or --eval-tasks."
         print(f"boml: {problem}", file=sys.stderr)
         in_child = isinstance(problem, OSError) and multiprocessing.parent_process()
         sys.exit(FULL if in_child else 2)

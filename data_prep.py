@@ -593,7 +593,7 @@ def main(argv: list[str]):
         if {"-h", "--help"} & set(argv):
             return
         args = boml.parse(argv[1:])
-        for name in args.sequence or ():
+        for name, _ in args.sequence or ():
             if name in boml.DATASETS and not prepare(name, None, args.data):
                 prepare(boml.DATASETS[name].stand_in, None, args.data)
         return
