@@ -1239,6 +1239,57 @@ def test_step_is_the_gradient_of_the_whole_objective(method, seed):
         assert_close(p.grad, e, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("method", ["bomla", "bomvi"])
+@pytest.mark.parametrize("shot, query", [(1, 3), (2, 1), (3, 2)])
+@doubles()
+def test_objective_is_the_papers_per_query_image(method, shot, query):
+    """With one task the objective times the number of query images is Eq. 8, or with --kl-weight paper Eq. 14, at any shot
+    and query: log-likelihoods summed over all images; BomVI's plus the whole KL, BomLA's penalty is per query image."""
+    cfg = toy_config(meta_batch=1, way=3, shot=shot, query=query, channels=1, past_weight=1.0, kl_weight="paper")
+    data = toy_data(1, least=5, inner_rate=0.4, inner_steps=2)
+    theta, posterior, then, then_logvar = moved_on(method, data, cfg)
+    index, noise = boml.sample_tasks(data, "train", 1, cfg, boml.stream("cpu")), lambda m: boml.stream("cpu", m)
+    loss = boml.meta_step(theta, posterior, Still(posterior.parameters(theta)), [(data, index)], cfg, noise)
+    x_s, y_s, x_q, y_q = (part[0] for part in boml.fetch(data, index, cfg))
+    rng, S = noise(0), cfg.mc_samples if method == "bomvi" else 1
+
+    def log_likelihood(p, x, y):
+        logits = plain_noisy(p, posterior.logvar, x, rng) if method == "bomvi" else boml.plain_network(p, x)
+        return sum(logits[b].log_softmax(0)[y[b]] for b in range(len(y)))
+
+    adapted = plain_adapted(theta, x_s, y_s, 0.4, 2)
+    total = -sum(log_likelihood(adapted, x_q, y_q) for _ in range(S)) / S
+    total = total - sum(log_likelihood(theta, x_s, y_s) for _ in range(S)) / S
+    if method == "bomvi":
+        for n in theta:
+            q, prior = (torch.distributions.Normal(m[n], (l[n] / 2).exp()) for m, l in (
+                (theta, posterior.logvar), (then, then_logvar)))
+            total = total + torch.distributions.kl_divergence(q, prior).sum()
+    else:
+        total = total + 3 * query * posterior.penalty(theta)[0]
+    assert_close(3 * query * loss, total, rtol=1e-7)
+
+
+@given(seeds, st.sampled_from([1e-5, 1e-2, 1.0]), st.sampled_from([1.0, 100.0]))
+@doubles()
+def test_variational_prior_pulls_like_laplace(seed, weight, past_weight):
+    """On a quadratic loss with curvature h, where both are exact, BomVI's optimum has the variance weight/h, and so its
+    next prior pulls as BomLA's with the same lambda and a diagonal curvature does, whatever the KL's weight."""
+    g = torch.Generator().manual_seed(seed)
+    h = {n: 0.5 + torch.rand(4, generator=g) for n in ("norm1.weight", "norm1.bias")}
+    theta, moved = (boml.leaves({n: torch.randn(4, generator=g) for n in h}) for _ in range(2))
+    cfg = toy_config(kl_weight=weight, past_weight=past_weight, first_variance=1e6)  # a flat first prior
+    bomvi, bomla = boml.Variational(cfg, theta), boml.Laplace(cfg, theta)
+    bomvi.logvar = boml.leaves({n: (weight / h[n]).log() for n in h})
+    for n, slope in zip(h, bomvi.penalty(theta)[1][2:]):  # the expected loss is 1/2 h variance at its optimal mean
+        assert_close(slope + h[n] / 2 * bomvi.logvar[n].exp(), torch.zeros(4), atol=1e-5 * weight)
+    bomvi.absorb(theta, None, None)
+    bomla.mean = theta
+    bomla.blocks["norm1"] = (past_weight * torch.diag_embed(torch.stack(list(h.values()), -1)),)
+    for n, one, other in zip(h, bomvi.penalty(moved)[1], bomla.penalty(moved)[1]):
+        assert_close(one, other - 1e-4 * (moved[n] - theta[n]))  # less the pull of Lambda_0
+
+
 @settings(max_examples=5)
 @given(seeds)
 @doubles()
