@@ -903,7 +903,7 @@ def room_for_noise(p: Params, x: Tensor) -> Tensor:
     return x.new_empty(len(x), x.shape[1] * each)
 
 
-def draw(noise: Tensor, rngs: list) -> Tensor:
+def fill(noise: Tensor, rngs: list) -> Tensor:
     """Fill the room anew, with one draw per task."""
     for part, rng in zip(noise, rngs):
         part.normal_(generator=rng)
@@ -944,7 +944,7 @@ class Variational(Posterior):
         total, sums, noise = 0.0, [0.0] * len(params), room_for_noise(mean, x)
         for _ in range(S):
             variance = spread({n: v.exp() for n, v in logvar.items()}, len(x))
-            logits = network(mean, x, noisy_layer(variance, draw(noise, rngs)))
+            logits = network(mean, x, noisy_layer(variance, fill(noise, rngs)))
             loss = cross_entropy(logits, y).sum() / S
             sums = [a + b for a, b in zip(sums, torch.autograd.grad(loss, params))]
             total = total + loss.detach()
@@ -982,7 +982,7 @@ class Variational(Posterior):
         """At the adapted mean, as the authors do; and the mean probability of S samples."""
         variance = spread({n: v.detach().exp() for n, v in self.logvar.items()}, len(x))
         noise = room_for_noise(adapted, x)
-        samples = [network(adapted, x, noisy_layer(variance, draw(noise, rngs))).log_softmax(-1)
+        samples = [network(adapted, x, noisy_layer(variance, fill(noise, rngs))).log_softmax(-1)
                    for _ in range(self.cfg.mc_samples)]
         sampled = torch.stack(samples).logsumexp(0) - math.log(len(samples))
         return super().predict(adapted, x, rngs) | {"sampled_": sampled}
@@ -1127,7 +1127,7 @@ class Run:
     def __init__(self, job, sequence, judges, facts, out, progress, device="cpu"):
         self.job, self.cfg, self.out, self.device = job, job.cfg, out, torch.device(device)
         self.sequence, self.judges = sequence, judges  # datasets to learn, datasets to evaluate on
-        self.progress = progress  # takes the share done; returns True to stop
+        self.progress = progress  # takes the fraction done; returns True to stop
         self.method, self.learned = METHODS[job.method], [facts_of(d) for d in sequence]
         who = dict(method=job.method, variant=job.variant, seed=job.seed)
         self.facts = facts | who | dict(datasets=[d.name for d in judges], stages=len(sequence))
@@ -1479,7 +1479,7 @@ def figure(runs, names, T, title, way):
     others = itertools.cycle(["#e69f00", "#56b4e9", "#8c564b", "#7f7f7f"])
     colours = {v: METHODS[v].colour if v in METHODS else next(others) for v in variants}
 
-    def draw(d, stroke="none", fill="none", more=""):
+    def path(d, stroke="none", fill="none", more=""):
         svg.append(f"<path d='M{d}' stroke='{stroke}' fill='{fill}' {more}/>")
 
     def write(words, x, y, more=""):
@@ -1496,18 +1496,18 @@ def figure(runs, names, T, title, way):
     for j, name in enumerate(names):
         if T == len(names):
             corners = place(j, 0), place(j + 1, 0), place(j + 1, 1), place(j, 1)
-            draw("L".join(corners), fill="#eee")
+            path("L".join(corners), fill="#eee")
         for tick in (0, 20, 40, 60, 80, 100):
-            draw(f"{place(0, tick / 100)}h{width}", "#ddd")
+            path(f"{place(0, tick / 100)}h{width}", "#ddd")
             write(str(tick), 14, y + height * (1 - tick / 100) + 4)
-        draw(f"{place(0, 1 / way)}h{width}", "#999", more="stroke-dasharray='4'")
+        path(f"{place(0, 1 / way)}h{width}", "#999", more="stroke-dasharray='4'")
         for v in variants:
             for line in curves(runs, v, name):
                 upper = [place(t, mean + sd) for t, mean, sd in line]
                 lower = [place(t, mean - sd) for t, mean, sd in line]
-                draw("L".join(upper + lower[::-1]), fill=colours[v], more="opacity='0.2'")
+                path("L".join(upper + lower[::-1]), fill=colours[v], more="opacity='0.2'")
                 middle = "L".join(place(t, mean) for t, mean, _ in line) + "h0"  # a point is a dot
-                draw(middle, colours[v], more="stroke-width='2.5' stroke-linecap='round'")
+                path(middle, colours[v], more="stroke-width='2.5' stroke-linecap='round'")
         seen = any(r["evaluated"] == name for rows in runs.values() for r in rows)
         write(name if seen else f"{name}: not evaluated", 46, y + 14, "font-weight='bold'")
         y += height + 16
@@ -1624,16 +1624,11 @@ class Parser(argparse.ArgumentParser):
         raise Problem(f"{message}; see --help.")
 
 
-def integers(text):
-    return tuple(int(part) for part in text.split(","))
+def several(kind):
+    def list(text):  # argparse says "invalid list value"
+        return tuple(kind(part) for part in text.split(","))
 
-
-def numbers(text):
-    return tuple(float(part) for part in text.split(","))
-
-
-def names(text):
-    return text.split(",")
+    return list
 
 
 def weight(text):
@@ -1647,10 +1642,11 @@ def options():
     def add(name, text, **how):
         parser.add_argument(flag(name), help=text, **how)
 
+    words = several(str)
     parser.add_argument("command", choices=[*EXPERIMENTS, "report", "classify"])
-    add("sequence", "datasets, or folders of class folders (default: the experiment's)", type=names)
-    add("methods", f"of {','.join(METHODS)} (default: all)", type=names, default=list(METHODS))
-    add("seeds", "default: 0", type=integers, default=(0,))
+    add("sequence", "datasets or folders of class folders (default: the experiment's)", type=words)
+    add("methods", f"of {','.join(METHODS)} (default: all)", type=words, default=tuple(METHODS))
+    add("seeds", "default: 0", type=several(int), default=(0,))
     add("schedule", "default: paper with a GPU, else cpu", choices=SCHEDULES)
     add("data", "folder of <name>.npz (default: %(default)s)", type=Path, default=HERE / "data")
     add("out", "folder of results (default: %(default)s)", type=Path, default=HERE / "runs")
@@ -1663,9 +1659,9 @@ def options():
     add("labelled", "classify: folder of class folders, with some images each", type=Path)
     add("images", "classify: folder of the images to classify", type=Path)
     for name in PER_DATASET:
-        kind = numbers if name == "inner_rate" else integers
-        add(name, "one for all datasets, or one for each", type=kind)
-    special = dict(past_weight=numbers, kl_weight=weight, jacobian_rate=float)
+        kind = float if name == "inner_rate" else int
+        add(name, "one for all datasets, or one for each", type=several(kind))
+    special = dict(past_weight=several(float), kl_weight=weight, jacobian_rate=float)
     for field in dataclasses.fields(Config):
         how = dict(type=special.get(field.name, type(field.default)))
         if field.metadata["choices"]:
@@ -1794,12 +1790,12 @@ def child(args, job, slot):
     asked, start, said = [], time.time(), time.time() - 50
     signal.signal(signal.SIGTERM, lambda *_: asked.append("to stop"))
 
-    def progress(share):
+    def progress(done):
         nonlocal said
         if time.time() > said + 60:  # a line every minute
             said = time.time()
-            end = time.strftime("%a %H:%M", time.localtime(start + (said - start) / share))
-            print(f"{job.name}: {share:.0%}, done {end}", file=sys.stderr, flush=True)
+            end = time.strftime("%a %H:%M", time.localtime(start + (said - start) / done))
+            print(f"{job.name}: {done:.0%}, ends {end}", file=sys.stderr, flush=True)
         return bool(asked) or not multiprocessing.parent_process().is_alive()
 
     one_sentence(work, args, job, progress)
@@ -1868,25 +1864,13 @@ def main(argv):
             print(f"\n{report(folder, facts['settings'])}", flush=True)
 
     if TORCHRUN:
-        failed = [job.name for job in args.todo if not work(args, job, lambda share: False)]
+        failed = [job.name for job in args.todo if not work(args, job, lambda done: False)]
         show()
         torch.distributed.barrier()
         sys.stdout.flush()
         os._exit(0)  # without Python's clean-up, in which torch sometimes aborts
     failed = side_by_side(args, show)
     need(not failed, f"{', '.join(failed)} did not finish, for the reason above.")
-
-
-class Stopped(BaseException):
-    """By a signal, whose number it holds."""
-
-
-def handle_signals():
-    def stop(number, _):
-        raise Stopped(number)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
 
 
 def one_sentence(function, *args):
@@ -1901,11 +1885,11 @@ def one_sentence(function, *args):
         print(f"boml: {problem}", file=sys.stderr)
         in_child = isinstance(problem, OSError) and multiprocessing.parent_process()
         sys.exit(FULL if in_child else 2)
-    except Stopped as stopped:
+    except KeyboardInterrupt:
         print("\nboml: stopped; the same command goes on from here.", file=sys.stderr)
-        sys.exit(128 + stopped.args[0])
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    handle_signals()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     one_sentence(main, sys.argv[1:])

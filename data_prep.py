@@ -9,7 +9,7 @@
 Archives are found in --raw DIR or downloaded to <data>/raw (resumed when cut, checked by md5). They
 are read in place, never unpacked, and no pickle is ever loaded.
 """
-import argparse, hashlib, http.client, io, os, stat, sys, tarfile, time, zipfile, zlib
+import argparse, hashlib, http.client, io, os, signal, stat, sys, tarfile, time, zipfile, zlib
 import urllib.error, urllib.parse, urllib.request
 from pathlib import Path
 
@@ -611,5 +611,5 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    boml.handle_signals()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     boml.one_sentence(main, sys.argv[1:])

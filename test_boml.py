@@ -180,7 +180,7 @@ def plain_variational(posterior, theta, batch, alpha, k, rngs):
 
     def expected(p, x, y, rngs):
         x = x.expand(S, *x.shape)
-        noise = boml.draw(boml.room_for_noise(boml.spread(p, S), x), rngs)
+        noise = boml.fill(boml.room_for_noise(boml.spread(p, S), x), rngs)
         logits = boml.network(boml.spread(p, S), x, boml.noisy_layer(variance, noise))
         return F.cross_entropy(logits.flatten(0, 1), y.repeat(S))
 
@@ -2342,7 +2342,7 @@ def start_copy(line, errors):
 
 
 @pytest.mark.parametrize("number, code, start", [
-    (signal.SIGTERM, 143, start_command), (signal.SIGINT, 130, start_copy)])
+    (signal.SIGTERM, 130, start_command), (signal.SIGINT, 130, start_copy)])
 def test_signal_ends_with_a_checkpoint(number, code, start, fake_data, tmp_path):
     """SIGTERM and Ctrl-C end the command with their status, a checkpoint of every run, and how to go on."""
     args = [*SMALL, "--iterations", "1000", "--eval-every", "1000", "--methods", "maml,bomla", "--jobs", "2"]
@@ -2826,9 +2826,9 @@ def test_reports_follow_from_the_records(tmp_path):
     (["marathon"], "'marathon'"),
     (["triathlon", "--methods", "maml,reptile"], "--methods: 'reptile' is not one of maml"),
     (["triathlon", "--sequence", "omniglot,mnist"], "'mnist' is neither a folder nor one of omniglot"),
-    (["triathlon", "--seeds", "0,x"], "--seeds: invalid integers value: '0,x'"),
+    (["triathlon", "--seeds", "0,x"], "--seeds: invalid list value: '0,x'"),
     (["triathlon", "--colour", "red"], "--colour"),
-    (["triathlon", "--iterations", "many"], "--iterations: invalid integers value: 'many'"),
+    (["triathlon", "--iterations", "many"], "--iterations: invalid list value: 'many'"),
     (["triathlon", "--iterations", "0"], "--iterations is 0; it must be from 1 to"),
     (["triathlon", "--schedule", "gpu"], "'gpu'"),
     (["triathlon", "--split", "train"], "--split: invalid choice: 'train'"),
@@ -2840,23 +2840,23 @@ def test_reports_follow_from_the_records(tmp_path):
     (["triathlon", "--seeds", "1,1"], "--methods, --seeds or --past-weight repeats one"),
     (["triathlon", "--methods", "maml", "--past-weight", "1"], "--past-weight is for bomla and bomvi"),
     (["triathlon", "--inner-steps", "0"], "--inner-steps is 0; it must be from 1 to"),
-    (["triathlon", "--inner-steps", "1.5"], "--inner-steps: invalid integers value: '1.5'"),
+    (["triathlon", "--inner-steps", "1.5"], "--inner-steps: invalid list value: '1.5'"),
     (["triathlon", "--jacobian-rate", "abc"], "--jacobian-rate: invalid float value: 'abc'"),
     (["triathlon", "--outer-rate", "nan"], "--outer-rate is nan; it must be from 0 to"),
     (["triathlon", "--kl-weight", "nan"], "--kl-weight"),
     (["triathlon", "--kl-weight", "abc"], "--kl-weight"),
     (["run"], "run needs --sequence"),
-    (["triathlon", "--iterations", ","], "--iterations: invalid integers value: ','"),
+    (["triathlon", "--iterations", ","], "--iterations: invalid list value: ','"),
     (["triathlon", "--device", "meta"], "--device: invalid choice: 'meta'"),
     (["run", "--sequence", "omniglot,"], "'' is neither a folder nor one of omniglot"),
     (["triathlon", "--way", "21"], "cifar_fs has 20 classes for training or test, too few for --way 21"),
     (["triathlon", "--way", "1"], "--way is 1; it must be from 2 to"),
     (["triathlon", "--channels", "1"], "cifar_fs needs --channels 3"),
-    (["triathlon", "--past-weight", "1,x"], "--past-weight: invalid numbers value: '1,x'"),
+    (["triathlon", "--past-weight", "1,x"], "--past-weight: invalid list value: '1,x'"),
     (["triathlon", "--past-weight", "1,-1"], "--past-weight is -1.0; it must be from 1e-09 to"),
     (["omniglot", "--shot", "1", "--sequence", "cifar_fs"], "cifar_fs needs --channels 3"),
     (["omniglot", "--shot", "1", "--sequence", "omniglot_alphabets,mini_quickdraw"], "omniglot takes one dataset"),
-    (["triathlon", "--inner-rate", "fast"], "--inner-rate: invalid numbers value: 'fast'"),
+    (["triathlon", "--inner-rate", "fast"], "--inner-rate: invalid list value: 'fast'"),
     (["triathlon", "--inner-rate", "0.1,0.2"], "--inner-rate has 2 values for 3 datasets"),
     (["report"], "nowhere holds no records"),
 ], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
