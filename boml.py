@@ -574,7 +574,7 @@ def from_first_rank(content: bytes, device) -> bytes:
 
 def same_on_all_ranks(p: Params):
     one = torch.stack([v.detach().double().sum() for v in p.values()])
-    need(torch.allclose(sum_over_ranks([one])[0], RANKS * one, 1e-12), "the processes have "
+    need(torch.allclose(sum_over_ranks([one])[0], RANKS * one, 1e-12, 0), "the processes have "
          "different parameters; start all of them again, with the same program, data and options.")
 
 
@@ -1567,7 +1567,8 @@ def classify(args):
     fields = {f.name for f in dataclasses.fields(Config)}
     cfg = Config(**{name: v for name, v in state["settings"].items() if name in fields})
     x_s, y_s, classes = read_classes(args.labelled, cfg.channels)
-    n, files, x_q = len(classes), [], []
+    n, files, x_q, result = len(classes), [], [], Path("predictions.csv")
+    need(not result.exists(), f"{result} is there already; move it away first.")
     more = f"; train one with --way {n}." if n > 2 else "."
     need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
          f"can tell 2 to {cfg.way} classes apart{more}")
@@ -1585,13 +1586,13 @@ def classify(args):
     chances = predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k)
     need(np.isfinite(chances).all(), "the adaptation diverged; try a smaller --inner-rate.")
     guesses, right = [classes[c] for c in chances.argmax(1)], []
-    with open("predictions.csv", "x", newline="", errors="backslashreplace") as file:
+    with open(result, "x", newline="", errors="backslashreplace") as file:
         csv.writer(file).writerow(["file", "class", *classes])
         for name, guess, p in zip(files, guesses, chances):
             csv.writer(file).writerow([name, guess, *(f"{v:.4f}" for v in p)])
             print(f"{str(name):40} {guess:24} {max(p):.2f}")
             right += [name.parts[0] == guess] if name.parts[0] in classes else []
-    print("predictions.csv is written")
+    print(f"{result} is written")
     if right:
         print(f"right for {np.mean(right):.1%} of {len(right)} images in folders of these classes")
 
@@ -1811,9 +1812,9 @@ def side_by_side(args, show):
             while waiting and free:
                 job, slot = waiting.pop(0), free.pop(0)
                 process = context.Process(target=child, args=(args, job, slot))
-                running[process] = job.name, slot
                 heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the process
                 process.start()
+                running[process] = job.name, slot
                 signal.signal(signal.SIGINT, heard)
             multiprocessing.connection.wait([process.sentinel for process in running])
             for process in [p for p in running if not p.is_alive()]:

@@ -2314,6 +2314,39 @@ def test_processes_share_the_work(fake_data, tmp_path):
             assert_close([b["nll"], b["accuracy"], b["ci95"]], [a["nll"], a["accuracy"], a["ci95"]])
 
 
+def on_two_ranks(function, folder):
+    """What function(rank) returns, or the text of its problem, in two processes that gloo joins."""
+    def rank(n, answers):
+        boml.RANK, boml.RANKS = n, 2
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=n, world_size=2)
+        try:
+            answers.put((n, function(n)))
+        except boml.Problem as problem:
+            answers.put((n, str(problem)))
+        torch.distributed.barrier()
+
+    fork = boml.multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    processes = [fork.Process(target=rank, args=(n, answers), daemon=True) for n in range(2)]
+    for process in processes:
+        process.start()
+    return [answer for _, answer in sorted(answers.get(timeout=60) for _ in processes)]
+
+
+@pytest.mark.parametrize("content", [b"", b"a checkpoint"])
+def test_first_rank_tells_the_others(content, tmp_path):
+    """All ranks get the first one's bytes, whatever lies on their own disks."""
+    told = on_two_ranks(lambda n: boml.from_first_rank(content if n == 0 else b"something else", "cpu"), tmp_path)
+    assert told == [content, content]
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-6])
+def test_ranks_with_other_parameters_are_refused(apart, tmp_path):
+    """Ranks whose parameters differ stop with a sentence; equal ones go on."""
+    told = on_two_ranks(lambda n: boml.same_on_all_ranks({"w": torch.ones(3) + apart * n}), tmp_path)
+    assert [bool(text and "different parameters" in text) for text in told] == 2 * [apart > 0]
+
+
 def start_command(line, errors):
     """boml.py with a command line as a program of its own."""
     return subprocess.Popen([sys.executable, HERE / "boml.py", *line], stdout=subprocess.DEVNULL, stderr=errors,
