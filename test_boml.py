@@ -3,7 +3,8 @@
 The plain versions that the properties compare with are also what `bash run.sh bench` measures boml.py against (the end).
 """
 import argparse, contextlib, dataclasses, functools, gzip, hashlib, http.server, io, itertools, json, math, os, pickle
-import re, resource, runpy, shutil, signal, struct, subprocess, sys, tarfile, tempfile, threading, time, zipfile, zlib
+import re, resource, runpy, shutil, signal, struct, subprocess, sys, tarfile, tempfile, threading, time, traceback
+import zipfile, zlib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import boml
 import data_prep
@@ -1674,6 +1678,146 @@ def test_all_tasks_in_one_chunk(method, monkeypatch):
         assert_close(all_at_once, one, rtol=1e-6, atol=1e-9)
 
 
+class Pretend(torch.Tensor):
+    """A tensor of a pretend GPU: on another device for torch, its values on the host. Mixing devices fails; while
+    `strict`, so does copying between them or waiting for a value."""
+
+    __torch_function__, __repr__, strict = torch._C._disabled_torch_function_impl, object.__repr__, False
+
+    def __new__(cls, host):
+        layout = dict(strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype)
+        self = torch.Tensor._make_wrapper_subclass(cls, host.shape, **layout, device="pretend:0")
+        self.host = host
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs, aten, tag = kwargs or {}, torch.ops.aten, torch.Tag
+        tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        ours = [t for t in tensors if isinstance(t, cls)]
+        mixed = ours and any(t.dim() for t in tensors if not isinstance(t, cls))  # a number goes with any device
+        here = kwargs["device"].type == "pretend" if kwargs.get("device") else bool(ours)
+        waits = ours and {tag.data_dependent_output, tag.dynamic_output_shape} & {*func.tags}
+        if func in (aten.copy_.default, aten._to_copy.default):
+            here = isinstance(args[0], cls) if func is aten.copy_.default else here
+            waits = any(isinstance(t, cls) != here for t in tensors)
+        elif func is aten.index.Tensor and isinstance(args[0], cls):  # CUDA takes an index on the host, and copies it
+            waits = mixed or any(t.dtype == torch.bool for t in tensors[1:])
+        else:
+            assert not mixed, f"{func} mixes devices"
+        assert not (cls.strict and waits), f"{func} copies or waits in a training step"
+        bare = lambda a: a.host if isinstance(a, cls) else torch.device("cpu") if isinstance(a, torch.device) else a
+        out, known = func(*tree_map(bare, args), **tree_map(bare, kwargs)), {id(t.host): t for t in ours}
+        return tree_map_only(torch.Tensor, lambda a: known.get(id(a), cls(a)), out) if here else out
+
+
+class DeviceGenerator(torch.Generator):
+    """A device's generator, with the host's numbers."""
+
+    made_for = {}  # the device by seed: operations see a copy without attributes
+
+    def __new__(cls, device="cpu"):
+        self = super().__new__(cls, "cpu")
+        self.kind = torch.device(device).type
+        return self
+
+    def manual_seed(self, seed):
+        self.made_for[seed] = self.kind
+        return super().manual_seed(seed)
+
+
+class OtherDevice(TorchDispatchMode):
+    """While entered, the pretend GPU works, or a real one draws the host's numbers."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if rng := kwargs.get("generator"):
+            device = kwargs.get("device") or args[0].device
+            assert DeviceGenerator.made_for[rng.initial_seed()] == device.type, f"{func} mixes devices"
+        if self.kind == "pretend":
+            return Pretend.__torch_dispatch__(func, types, args, kwargs)
+        if not rng or device.type == "cpu":
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.normal_.default:  # in a training step: copied without waiting
+            return args[0].copy_(torch.randn(args[0].shape, generator=rng).pin_memory(), non_blocking=True)
+        return func(*args, **kwargs | {"device": torch.device("cpu")}).to(device)
+
+
+@contextlib.contextmanager
+def no_waits(kind):
+    Pretend.strict = True
+    if kind == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        Pretend.strict = False
+        if kind == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def moved(x, device):
+    """Datasets or states, tensor by tensor."""
+    return tree_map_only(torch.Tensor, lambda a: a.detach().to(device).requires_grad_(a.requires_grad), x)
+
+
+def values_on(kind, method, out):
+    """Of a run on a device, stopped in its second stage and resumed: the nlls and tensors that it leaves."""
+    with contextlib.ExitStack() as stack:
+        if kind != "cpu":
+            patch, save, load = stack.enter_context(pytest.MonkeyPatch.context()), torch.save, torch.load
+            patch.setattr(boml, "meta_step", no_waits(kind)(boml.meta_step))
+            patch.setattr(torch, "Generator", DeviceGenerator)
+            stack.enter_context(OtherDevice(kind))
+        if kind == "pretend":  # its tensors are saved as the host's; new_tensor does not reach the mode
+            patch.setattr(torch, "save", lambda state, file: save(moved(state, "cpu"), file))
+            patch.setattr(torch, "load", lambda file, map_location="cpu", **how: moved(load(file, **how), map_location))
+            patch.setattr(torch.Tensor, "new_tensor", lambda x, data: torch.tensor(data, dtype=x.dtype).to(x.device))
+        second = toy_data(1, channels=3, name="mini_quickdraw", iterations=2, inner_steps=2)
+        sequence = [moved(d, kind) for d in (toy_data(0, iterations=1), second)]
+        go = functools.partial(toy_run, out, method, toy_config(meta_batch=3), sequence=sequence, device=kind)
+        stop = iter([False, True])
+        assert not go(lambda share: next(stop)) and go()
+        tensors = [v.detach().cpu() for v in flat(state_of(out)) if isinstance(v, torch.Tensor)]
+    return [torch.tensor([row["nll"] for row in rows_of(out / "record.jsonl")]), *tensors]
+
+
+@doubles()
+def compare_with_cpu(kind):
+    """Prints what goes wrong with each method. In a process of its own: a device is registered for good."""
+    if kind == "pretend":
+        _setup_privateuseone_for_python_backend(kind)
+    failures = dict.fromkeys(boml.METHODS, "")
+    for method in failures:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                ours, cpu = (values_on(device, method, Path(folder, device)) for device in (kind, "cpu"))
+            assert len(ours) == len(cpu)
+            for a, b in zip(ours, cpu):
+                assert_close(a, b, rtol=1e-9, atol=1e-9)
+        except Exception:
+            failures[method] = traceback.format_exc()
+    print(json.dumps(failures))
+
+
+@functools.cache
+def failures_on(kind):
+    line = [sys.executable, "-c", f"import test_boml; test_boml.compare_with_cpu({kind!r})"]
+    return json.loads(subprocess.run(line, cwd=HERE, stdout=subprocess.PIPE, check=True, text=True).stdout)
+
+
+@pytest.mark.parametrize("kind", ["pretend"] + ["cuda"] * torch.cuda.is_available())
+@pytest.mark.parametrize("method", boml.METHODS)
+def test_other_device_equals_cpu(method, kind):
+    """On another device a run, stopped and resumed, ends as on the CPU; no training step copies or waits, and nothing
+    mixes devices."""
+    assert not (failure := failures_on(kind)[method]), failure
+
+
 def test_values_for_each_dataset_arrive_in_order(tmp_path):
     """Of several values of --iterations, --inner-rate, --inner-steps and --eval-steps each dataset gets its own."""
     for j, name in enumerate(("omniglot", "cifar_fs")):
@@ -1774,25 +1918,6 @@ def test_buffer_keeps_its_tasks():
         batches = [boml.from_buffer(stage, i, cfg, 0) for i in range(60)]
         seen.append({tuple(index.flatten().tolist()) for batch in batches for d, index in batch if d is arrived[0]})
     assert seen[0] == seen[1] and len(seen[0]) == 6
-
-
-@pytest.mark.parametrize("method", boml.METHODS)
-def test_training_step_on_meta_device(method, monkeypatch):
-    """No tensor of a training step strays to the CPU and nothing in it waits for a value: it runs without values."""
-    real_stream = boml.stream  # there are no generators of random numbers without values
-    monkeypatch.setattr(boml, "stream", lambda device, *key: real_stream(device, *key) if device == "cpu" else None)
-    cfg = toy_config(meta_batch=3)
-    away = lambda d: d._replace(images=d.images.to("meta"), rows=d.rows.to("meta"),
-                                splits={s: c.to("meta") for s, c in d.splits.items()})
-    sequence = [away(toy_data(0)), away(toy_data(1, channels=3, inner_steps=2))]
-    theta = boml.init_params(cfg, None, "meta")
-    posterior = boml.METHODS[method].posterior(cfg, theta)
-    groups = posterior.parameters(theta)
-    optimiser = torch.optim.Adam(groups)
-    for t in range(2):
-        batch = boml.METHODS[method].source(sequence[: t + 1], 0, cfg, 0)
-        loss = boml.meta_step(theta, posterior, optimiser, batch, cfg, lambda m: None)
-        assert loss.is_meta and all(p.grad.is_meta for group in groups for p in group["params"])
 
 
 def pack(folder, name, sizes, shape=(28, 28), kind="real", each=3):
@@ -1912,14 +2037,14 @@ FACTS = dict(experiment="triathlon", schedule="cpu", data="real", way=5, setting
 TINY = dict(filters=1, way=2, query=1, channels=1, meta_batch=1, eval_tasks=1, hessian_tasks=1, mc_samples=1)
 
 
-def new_run(out, method, cfg, sequence, progress=lambda share: False):
-    return boml.Run(boml.Job(method, method, 0, cfg), sequence, sequence, FACTS, out, progress)
+def new_run(out, method, cfg, sequence, progress=lambda share: False, device="cpu"):
+    return boml.Run(boml.Job(method, method, 0, cfg), sequence, sequence, FACTS, out, progress, device)
 
 
-def toy_run(out, method, cfg=None, progress=lambda share: False, fresh=False, sequence=None):
+def toy_run(out, method, cfg=None, progress=lambda share: False, fresh=False, sequence=None, device="cpu"):
     """A run of two datasets, in its folder alone; False if it was stopped."""
     sequence = sequence or [toy_data(0, iterations=6), toy_data(1, name="mini_quickdraw", iterations=8)]
-    run = new_run(out, method, cfg or toy_config(eval_every=4), sequence, progress)
+    run = new_run(out, method, cfg or toy_config(eval_every=4), sequence, progress, device)
     with boml.lock(out):
         run.resume(fresh)
         return run.go()
