@@ -4261,6 +4261,65 @@ def bench_row(name, make, peak, repeats):
     return row
 
 
+class Kernels(TorchDispatchMode):
+    """Counts the operations that a GPU would launch, their FLOP and the bytes that they read and write; what the host
+    does, views and allocations are left out."""
+
+    free = "_unsafe_view", "empty", "empty_like", "new_empty", "scalar_tensor"
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.flop, self.bytes = Counter(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, name = func(*args, **kwargs or {}), func.overloadpacket.__name__
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor) and not t.is_cpu]
+        if tensors and not func.is_view and name not in self.free:
+            self.seen[name] += 1
+            self.bytes += sum(t.numel() * t.itemsize for t in tensors)
+        if name == "bmm":
+            self.flop += 2 * out.numel() * args[0].shape[2]
+        elif name == "convolution":
+            self.flop += 2 * out.numel() * args[1][0].numel()
+        elif name == "convolution_backward":  # in input and weight
+            self.flop += 4 * args[0].numel() * args[2][0].numel()
+        return out
+
+
+def kernels_of(method, names, samples=20):
+    """Of a first training step of the paper's size on tensors without values, which take the path of a GPU."""
+    cfg, batch = boml.Config(mc_samples=samples), []
+    for j, name in enumerate(names):
+        data = moved(toy_data(0, name=name, inner_steps=boml.DATASETS[name].inner_steps), "meta")
+        batch.append((data, torch.empty(len(range(j, 32, len(names))), 5, 16, dtype=torch.long, device="meta")))
+    theta = boml.init_params(cfg, None, "meta")
+    posterior = boml.METHODS[method].posterior(cfg, theta)
+    optimiser = torch.optim.Adam(posterior.parameters(theta), foreach=True)  # as torch has it on a GPU
+    with Kernels() as kernels:
+        boml.meta_step(theta, posterior, optimiser, batch, cfg, lambda m: None)
+    return kernels
+
+
+GPU_STEPS = {  # and the most kernels that each may have
+    "Sequential MAML, k=5": ("maml", ["cifar_fs"], 2500),
+    "Train-On-Everything, k=1, 3 and 5": ("toe", ["omniglot", "mini_quickdraw", "cifar_fs"], 5000),
+    "BomVI, k=1, 20 samples": ("bomvi", ["omniglot"], 12000),
+}
+
+
+def bench_kernels():
+    """Rows of kernels, and a time from 5 us to launch each, or 10 TFLOP/s and 1 TB/s if that takes longer."""
+    print(f"\n{'a training step on a GPU: T=32, 75 queries':50}{'kernels':>9}{'GFLOP':>9}{'GB':>7}{'estimate':>10}")
+    rows = {}
+    for name, (method, names, _) in GPU_STEPS.items():
+        found = kernels_of(method, names)
+        kernels, gflop, gb = found.seen.total(), found.flop / 1e9, found.bytes / 1e9
+        seconds = max(5e-6 * kernels, gflop / 1e4 + gb / 1e3)
+        rows[f"GPU: {name}"] = dict(kernels=kernels, gflop=gflop, gb=gb, seconds=seconds)
+        print(f"{name:50}{kernels:9,}{gflop:9.0f}{gb:7.1f}{1000 * seconds:8.0f}ms", flush=True)
+    return rows
+
+
 def bench(repeats=3):
     """Medians of interleaved calls, as ratios; writes runs/bench.json."""
     a = torch.rand(2048, 2048)
@@ -4268,7 +4327,7 @@ def bench(repeats=3):
     facts = dict(threads=1, load=os.getloadavg()[0], peak_gflops=peak, torch=torch.__version__)
     print(f"one thread, load {facts['load']:.1f}, matrix multiplication peaks at {peak:.0f} GFLOP/s")
     print(f"{'':50}{'plain':>9}{'boml.py':>9}{'ratio':>7}{'of peak':>9}{'plain':>10}{'boml.py':>9}")
-    rows = {name: bench_row(name, make, peak, repeats) for name, make in BENCH.items()}
+    rows = {name: bench_row(name, make, peak, repeats) for name, make in BENCH.items()} | bench_kernels()
 
     data, cfg = toy_data(0, classes=300, most=20, least=20), boml.Config(query=5, meta_batch=4)
     rng = torch.Generator()
