@@ -31,6 +31,14 @@ HERE = Path(__file__).parent
 seeds = st.integers(0, 10**6)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cpu_by_default():
+    """The tests mean the CPU, also where there is a GPU; those that mean another device name it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield
+
+
 def assert_close(a, b, rtol=1e-9, atol=1e-11):
     """Equal within tolerance; else says where they differ most, by how much, and their ratio."""
     a, b = (x.detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x) for x in (a, b))
@@ -1942,7 +1950,7 @@ def fake_data(tmp_path_factory):
 
 
 SMALL = ("--filters 4 --iterations 4 --meta-batch 2 --query 2 --eval-tasks 3 --eval-every 2 --hessian-tasks 3 "
-         "--mc-samples 2").split()
+         "--mc-samples 2 --device cpu").split()
 
 
 def work_here(*argv, progress=lambda share: False):
