@@ -939,16 +939,17 @@ class Variational(Posterior):
     def expected_loss(self, mean: Params, x: Tensor, y: Tensor, rngs):
         """E_q of the cross-entropy by S samples, summed over the tasks of mean (T, ...); and its
         gradients in mean and logvar. One sample at a time: memory does not grow with S."""
-        mean, logvar, S = leaves(mean), leaves(self.logvar), self.cfg.mc_samples
-        params = [*mean.values(), *logvar.values()]
-        total, sums, noise = 0.0, [0.0] * len(params), room_for_noise(mean, x)
+        variance = {n: v.detach().exp() for n, v in self.logvar.items()}
+        mean, wide, S = leaves(mean), leaves(spread(variance, len(x))), self.cfg.mc_samples
+        params, noise = [*mean.values(), *wide.values()], room_for_noise(mean, x)
+        total, sums = 0.0, [0.0] * len(params)
         for _ in range(S):
-            variance = spread({n: v.exp() for n, v in logvar.items()}, len(x))
-            logits = network(mean, x, noisy_layer(variance, fill(noise, rngs)))
+            logits = network(mean, x, noisy_layer(wide, fill(noise, rngs)))
             loss = cross_entropy(logits, y).sum() / S
             sums = [a + b for a, b in zip(sums, torch.autograd.grad(loss, params))]
             total = total + loss.detach()
-        return total, sums[: len(mean)], sums[len(mean) :]
+        in_logvar = [g.sum(0) * v for g, v in zip(sums[len(mean) :], variance.values())]
+        return total, sums[: len(mean)], in_logvar
 
     def gradient(self, theta, batch, alpha, k, rngs):
         """Eq. 14: the mean adapts by gradients at the mean (Eqs. 33, 34); both expected losses."""
