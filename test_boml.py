@@ -1686,6 +1686,22 @@ def test_all_tasks_in_one_chunk(method, monkeypatch):
         assert_close(all_at_once, one, rtol=1e-6, atol=1e-9)
 
 
+@given(seeds, st.integers(1, 6), st.integers(2, 9))
+@doubles()
+def test_norm_equals_batch_norm(seed, rows, length):
+    """The batch norm of a GPU's support pass has the value and the first two derivatives of F.batch_norm."""
+    g, found = torch.Generator().manual_seed(seed), []
+    x, w, b = (torch.randn(rows, n, generator=g).requires_grad_() for n in (length, 1, 1))
+    first, *second = (torch.randn(rows, n, generator=g) for n in (length, length, 1, 1))
+    first.requires_grad_()
+    for h in (boml.Norm.apply(x, w, b)[0],
+              F.batch_norm(x.T, None, None, w.flatten(), b.flatten(), training=True).T):
+        grads = torch.autograd.grad(h, (x, w, b), first, create_graph=True)
+        found.append([h, *grads, *torch.autograd.grad([h, *grads], (x, w, b, first), [first, *second])])
+    for ours, theirs in zip(*found):
+        assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
 class Pretend(torch.Tensor):
     """A tensor of a pretend GPU: on another device for torch, its values on the host. Mixing devices fails; while
     `strict`, so does copying between them or waiting for a value."""
@@ -4313,6 +4329,14 @@ GPU_STEPS = {  # and the most kernels that each may have
     "Train-On-Everything, k=1, 3 and 5": ("toe", ["omniglot", "mini_quickdraw", "cifar_fs"], 5000),
     "BomVI, k=1, 20 samples": ("bomvi", ["omniglot"], 12000),
 }
+
+
+@pytest.mark.parametrize("name", GPU_STEPS)
+def test_kernels_are_few(name):
+    """A training step on a GPU has no more kernels than it may; BomVI's grow linearly with its samples."""
+    method, names, most = GPU_STEPS[name]
+    one, *two = (kernels_of(method, names, samples).seen.total() for samples in ((1, 2) if method == "bomvi" else (1,)))
+    assert one + sum(19 * (n - one) for n in two) <= most
 
 
 def bench_kernels():
