@@ -1790,7 +1790,7 @@ def moved(x, device):
 
 
 def values_on(kind, method, out):
-    """Of a run on a device, stopped in its second stage and resumed: the nlls and tensors that it leaves."""
+    """The nlls and tensors that a run leaves; off the CPU it is stopped in its second stage and resumed."""
     with contextlib.ExitStack() as stack:
         if kind != "cpu":
             patch, save, load = stack.enter_context(pytest.MonkeyPatch.context()), torch.save, torch.load
@@ -1805,7 +1805,7 @@ def values_on(kind, method, out):
         sequence = [moved(d, kind) for d in (toy_data(0, iterations=1), second)]
         go = functools.partial(toy_run, out, method, toy_config(meta_batch=3), sequence=sequence, device=kind)
         stop = iter([False, True])
-        assert not go(lambda share: next(stop)) and go()
+        assert (kind == "cpu" or not go(lambda share: next(stop))) and go()
         tensors = [v.detach().cpu() for v in flat(state_of(out)) if isinstance(v, torch.Tensor)]
     return [torch.tensor([row["nll"] for row in rows_of(out / "record.jsonl")]), *tensors]
 
@@ -1837,8 +1837,8 @@ def failures_on(kind):
 @pytest.mark.parametrize("kind", ["pretend"] + ["cuda"] * torch.cuda.is_available())
 @pytest.mark.parametrize("method", boml.METHODS)
 def test_other_device_equals_cpu(method, kind):
-    """On another device a run, stopped and resumed, ends as on the CPU; no training step copies or waits, and nothing
-    mixes devices."""
+    """On another device a run, stopped and resumed, ends as an unbroken one on the CPU; no step of it copies or waits,
+    and nothing mixes devices."""
     assert not (failure := failures_on(kind)[method]), failure
 
 
