@@ -1593,6 +1593,7 @@ def classify(args):
         need(path and path.is_dir(), f"classify needs --{name}, a folder; it is {path}.")
     path, state = next(checkpoints(args.source), (None, None))
     need(state, f"{args.source} has no checkpoint that can be read.")
+    need(not Path("predictions.csv").exists(), "predictions.csv is here already; move it away.")
     need(state["settings"]["method"] in METHODS, f"{args.source} is a run of an unknown method.")
     fields = {f.name for f in dataclasses.fields(Config)}
     cfg = Config(**{name: v for name, v in state["settings"].items() if name in fields})
@@ -1610,8 +1611,8 @@ def classify(args):
             print(f"left out: {problem}")
     need(files, f"{args.images} holds no image that can be read.")
     learned = state["learned"][-1]
-    alpha, = args.inner_rate or [learned["inner_rate"]]
-    k, = args.eval_steps or [learned["eval_steps"]]
+    alpha = (args.inner_rate or [learned["inner_rate"]])[-1]
+    k = (args.eval_steps or [learned["eval_steps"]])[-1]
     print(f"{n} classes, {len(y_s)} labelled images, {len(files)} others; alpha {alpha:g}, k {k}")
     chances = predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k)
     need(np.isfinite(chances).all(), "the adaptation diverged; try a smaller --inner-rate.")

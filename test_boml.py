@@ -2350,7 +2350,8 @@ def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_pa
     shutil.copytree(tmp_path / "images", tmp_path / "good")
     (tmp_path / "images/class 0/broken.png").write_bytes(b"no image")
     monkeypatch.chdir(tmp_path)
-    line = ["classify", "--from", tmp_path / f"run/{method}-0", "--labelled", "labelled", "--images", "images"]
+    line = ["classify", "--from", tmp_path / f"run/{method}-0", "--labelled", "labelled", "--images", "images",
+            "--eval-steps", "9,3"]  # of two datasets; the last one's is the one to use
     boml.main([str(a) for a in line])
     rows = [row.split(",") for row in (tmp_path / "predictions.csv").read_text().splitlines()]
     assert rows[0] == ["file", "class", *(f"class {c}" for c in range(classes))] and len(rows) == 1 + 3 * classes
@@ -2405,6 +2406,8 @@ def test_second_process_is_refused(fake_data, tmp_path):
             work_here(*line)
     work_here(*line)
 
+    with pytest.raises(boml.Problem, match="predictions.csv is here already; move it away"):
+        boml.main([str(a) for a in line])
 
 def test_run_holds_its_lock(fake_data, tmp_path):
     """A run that is at work holds the lock of its folder at every iteration."""
