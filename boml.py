@@ -1286,14 +1286,16 @@ class Run:
     def compare(self, state):
         """Refuse to go on from a run that this one does not continue."""
         old, new = state["settings"], self.settings
+        if "start_from" in old:  # as it began, unless the command says otherwise
+            new.setdefault("start_from", old["start_from"])
         differ = [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in old | new
                   if old.get(k) != new.get(k)]
-        need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); use "
-             "another --out, or --fresh to delete it and start over.")
+        need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); use its "
+             "settings, or another --out.")
         before, now = state["learned"], self.learned
         differ = [f"{a['name']}: {k} was {a[k]}, is {b[k]}" for a, b in zip(before, now) for k in a
                   if a["name"] == b["name"] and a[k] != b[k]]
-        why = f" ({'; '.join(differ)})" if differ else ""
+        why = f" ({'; '.join(differ)}; learned data may be gone, not changed)" if differ else ""
         names = [",".join(facts["name"] for facts in some) for some in (before, now)]
         need(now[: len(before)] == before, f"{self.out} holds a run of {names[0]}, which {names[1]}"
              f" does not continue{why}; use another --out.")

@@ -2286,19 +2286,20 @@ def test_record_alone_survives_a_command(fake_data, tmp_path):
 
 
 @pytest.mark.parametrize("changes, named", [
-    (dict(cfg=toy_config(eval_every=4, **TINY | dict(query=2))), "query was 1, is 2.*--out.*--fresh"),
+    (dict(cfg=toy_config(eval_every=4, **TINY | dict(query=2))), "query was 1, is 2\\); use its settings, or another"),
     (dict(sequence=[toy_data(0, iterations=6), toy_data(1, name="mini_quickdraw", iterations=9)]),
-     "does not continue \\(mini_quickdraw: iterations was 8, is 9\\); use another --out"),
+     "continue \\(mini_quickdraw: iterations was 8, is 9; learned data may be gone, not changed\\); use another --out"),
     (dict(sequence=[toy_data(0, iterations=6), toy_data(1, name="cifar_fs", iterations=8)]),
      "a run of omniglot,mini_quickdraw, which omniglot,cifar_fs does not continue.*--out"),
     (dict(sequence=[toy_data(0, iterations=6)]), "omniglot,mini_quickdraw, which omniglot does not continue.*--out")])
 def test_run_of_other_settings_is_refused(changes, named, halfway):
-    """A run is not continued with other settings: the sentence names what differs, and the results stay as they are."""
+    """A run is not continued with other settings: the sentence names what differs, with no advice to delete, and the
+    results stay as they are."""
     copy = copy_of(halfway / "stopped")
     before = contents(copy)
-    with pytest.raises(boml.Problem, match=named):
+    with pytest.raises(boml.Problem, match=named) as refused:
         toy_run(copy, "maml", **dict(cfg=toy_config(eval_every=4, **TINY)) | changes)
-    assert contents(copy) == before
+    assert contents(copy) == before and "--fresh" not in str(refused.value)  # which deletes a posterior
 
 
 def test_sequence_goes_on_without_the_old_images(fake_data, tmp_path):
@@ -2365,6 +2366,22 @@ def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_pa
     adapted = plain_adapt(theta, images[0][0], torch.tensor(y_s), 0.4, 3)
     found = posterior.predict(boml.spread(adapted, 1), images[1], [boml.stream("cpu", "classify")])
     expected = found.get("sampled_", found[""])[0].exp()
+def test_started_run_goes_on_without_its_source(fake_data, tmp_path):
+    """A run begun at another's posterior goes on when that is gone, and is refused another beginning, unharmed."""
+    line = ["--data", fake_data, *SMALL, "--methods", "bomla", "--out"]
+    for out in "ab":
+        work_here("run", "--sequence", "omniglot", *line, tmp_path / out)
+    line += [tmp_path / "c"]
+    work_here("run", "--sequence", "mini_quickdraw", *line, "--start-from", tmp_path / "a/run/bomla-0")
+    shutil.rmtree(tmp_path / "a")
+    work_here("run", "--sequence", "mini_quickdraw,cifar_fs", *line)
+    before = contents(tmp_path / "c/run/bomla-0")
+    assert state_of(tmp_path / "c/run/bomla-0")["settings"]["start_from"] == str(tmp_path / "a/run/bomla-0")
+    with pytest.raises(boml.Problem, match=r"start_from was '\S+/a/run/bomla-0', is '\S+/b/run/bomla-0'"):
+        work_here("run", "--sequence", "mini_quickdraw,cifar_fs", *line, "--start-from", tmp_path / "b/run/bomla-0")
+    assert contents(tmp_path / "c/run/bomla-0") == before
+
+
     assert_close(np.array([[float(v) for v in row[2:]] for row in rows[1:]]), expected.detach(), rtol=0, atol=2e-4)
 
 
