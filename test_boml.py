@@ -2088,10 +2088,13 @@ def flat(x):
 def assert_same_run(a, b):
     """The same record but for its times, and the same final state, bit by bit."""
     assert rows_of(a / "record.jsonl") == rows_of(b / "record.jsonl")
+    assert_same_state(a, b, "stage", "iteration", "theta", "posterior", "optimiser", "settings")
+
+
+def assert_same_state(a, b, *keys):
     one, two = state_of(a), state_of(b)
-    assert (one["stage"], one["iteration"]) == (two["stage"], two["iteration"])
-    for key in ("theta", "posterior", "optimiser", "settings"):
-        x, y = flat(one[key]), flat(two[key])
+    for key in keys:
+        x, y = flat([one[key]]), flat([two[key]])
         assert len(x) == len(y), key
         assert all(torch.equal(v, w) if isinstance(v, torch.Tensor) else v == w for v, w in zip(x, y)), key
 
@@ -2315,11 +2318,32 @@ def test_sequence_goes_on_without_the_old_images(fake_data, tmp_path):
         path.write_bytes(b"damaged")
     work_here("run", "--sequence", "omniglot,mini_quickdraw", *line, tmp_path / "parts")
     for method in ("maml", "bomla", "bomvi"):
-        one, two = (state_of(tmp_path / f"{out}/run/{method}-0") for out in ("whole", "parts"))
-        for key in ("theta", "posterior", "learned"):
-            x, y = flat(one[key]), flat(two[key])
-            assert len(x) == len(y)
-            assert all(torch.equal(v, w) if isinstance(v, torch.Tensor) else v == w for v, w in zip(x, y)), key
+        whole, parts = (tmp_path / f"{out}/run/{method}-0" for out in ("whole", "parts"))
+        assert_same_state(whole, parts, "stage", "theta", "posterior", "learned")
+
+
+@pytest.mark.parametrize("method", ["maml", "bomla", "bomvi"])
+def test_continued_run_killed_equals_unbroken(method, fake_data, tmp_path, monkeypatch):
+    """A run continued without the learned images and killed during the next dataset, and resumed, ends with
+    the parameters, posterior and optimiser of the unbroken run."""
+    monkeypatch.setattr(boml, "CHECKPOINT_EVERY", 1)
+    shutil.copytree(fake_data, tmp_path / "data")
+    line = ["--data", tmp_path / "data", *SMALL, "--methods", method, "--out"]
+    both = ["run", "--sequence", "omniglot,mini_quickdraw", *line]
+    work_here(*both, tmp_path / "whole")
+    work_here("run", "--sequence", "omniglot", *line, tmp_path / "killed")
+    (tmp_path / "data/omniglot.npz").unlink()
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            work_here(*both, tmp_path / "killed", progress=lambda share: share > 0.8 and os.kill(os.getpid(), 9))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    state = state_of(tmp_path / f"killed/run/{method}-0")
+    assert (state["stage"], state["iteration"]) == (1, 2)
+    work_here(*both, tmp_path / "killed")
+    whole, killed = (tmp_path / f"{out}/run/{method}-0" for out in ("whole", "killed"))
+    assert_same_state(whole, killed, "stage", "iteration", "theta", "posterior", "optimiser", "learned", "settings")
 
 
 def test_old_data_that_is_needed_is_named(fake_data, tmp_path):
@@ -2342,30 +2366,6 @@ def test_start_from_keeps_its_source(fake_data, tmp_path):
     assert contents(tmp_path / "run/bomla-0") == before
 
 
-@pytest.mark.parametrize("method, classes", [("maml", 2), ("bomla", 3), ("bomvi", 5)])
-def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_path, monkeypatch):
-    """classify writes the probabilities that adapting and predicting give on the same task, and leaves out what is no
-    image."""
-    work_here("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--methods", method, "--out", tmp_path)
-    own_folder(tmp_path / "labelled", classes, 1), own_folder(tmp_path / "images", classes, 3)
-    shutil.copytree(tmp_path / "images", tmp_path / "good")
-    (tmp_path / "images/class 0/broken.png").write_bytes(b"no image")
-    monkeypatch.chdir(tmp_path)
-    line = ["classify", "--from", tmp_path / f"run/{method}-0", "--labelled", "labelled", "--images", "images",
-            "--eval-steps", "9,3"]  # of two datasets; the last one's is the one to use
-    boml.main([str(a) for a in line])
-    rows = [row.split(",") for row in (tmp_path / "predictions.csv").read_text().splitlines()]
-    assert rows[0] == ["file", "class", *(f"class {c}" for c in range(classes))] and len(rows) == 1 + 3 * classes
-    state = state_of(tmp_path / f"run/{method}-0")
-    first = lambda p: {n: v[:classes] if n.startswith("linear") else v for n, v in p.items()}
-    theta, (x_s, y_s, _), (x_q, _, _) = first(state["theta"]), *(
-        boml.read_classes(tmp_path / f, 3) for f in ("labelled", "good"))
-    posterior = boml.METHODS[method].posterior(toy_config(channels=3), theta)
-    posterior.load({n: first(v) if n == "logvar" else v for n, v in state["posterior"].items()})
-    images = [boml.to_floats(torch.tensor(x).permute(0, 3, 1, 2)[None], 3) for x in (x_s, x_q)]
-    adapted = plain_adapt(theta, images[0][0], torch.tensor(y_s), 0.4, 3)
-    found = posterior.predict(boml.spread(adapted, 1), images[1], [boml.stream("cpu", "classify")])
-    expected = found.get("sampled_", found[""])[0].exp()
 def test_started_run_goes_on_without_its_source(fake_data, tmp_path):
     """A run begun at another's posterior goes on when that is gone, and is refused another beginning, unharmed."""
     line = ["--data", fake_data, *SMALL, "--methods", "bomla", "--out"]
@@ -2382,6 +2382,32 @@ def test_started_run_goes_on_without_its_source(fake_data, tmp_path):
     assert contents(tmp_path / "c/run/bomla-0") == before
 
 
+@pytest.mark.parametrize("method, classes", [("maml", 2), ("bomla", 3), ("bomvi", 5)])
+def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_path, monkeypatch):
+    """classify writes the probabilities that adapting and predicting give on the same task, and leaves out what is no
+    image."""
+    work_here("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--methods", method, "--out", tmp_path)
+    own_folder(tmp_path / "labelled", classes, 1), own_folder(tmp_path / "images", classes, 3)
+    shutil.copytree(tmp_path / "images", tmp_path / "good")
+    (tmp_path / "images/class 0/broken.png").write_bytes(b"no image")
+    monkeypatch.chdir(tmp_path)
+    line = ["classify", "--from", tmp_path / f"run/{method}-0", "--labelled", "labelled", "--images", "images",
+            "--eval-steps", "9,3"]  # of two datasets; the last one's is the one to use
+    boml.main([str(a) for a in line])
+    rows = [row.split(",") for row in (tmp_path / "predictions.csv").read_text().splitlines()]
+    assert rows[0] == ["file", "class", *(f"class {c}" for c in range(classes))] and len(rows) == 1 + 3 * classes
+    with pytest.raises(boml.Problem, match="predictions.csv is here already; move it away"):
+        boml.main([str(a) for a in line])
+    state = state_of(tmp_path / f"run/{method}-0")
+    first = lambda p: {n: v[:classes] if n.startswith("linear") else v for n, v in p.items()}
+    theta, (x_s, y_s, _), (x_q, _, _) = first(state["theta"]), *(
+        boml.read_classes(tmp_path / f, 3) for f in ("labelled", "good"))
+    posterior = boml.METHODS[method].posterior(toy_config(channels=3), theta)
+    posterior.load({n: first(v) if n == "logvar" else v for n, v in state["posterior"].items()})
+    images = [boml.to_floats(torch.tensor(x).permute(0, 3, 1, 2)[None], 3) for x in (x_s, x_q)]
+    adapted = plain_adapt(theta, images[0][0], torch.tensor(y_s), 0.4, 3)
+    found = posterior.predict(boml.spread(adapted, 1), images[1], [boml.stream("cpu", "classify")])
+    expected = found.get("sampled_", found[""])[0].exp()
     assert_close(np.array([[float(v) for v in row[2:]] for row in rows[1:]]), expected.detach(), rtol=0, atol=2e-4)
 
 
@@ -2423,8 +2449,6 @@ def test_second_process_is_refused(fake_data, tmp_path):
             work_here(*line)
     work_here(*line)
 
-    with pytest.raises(boml.Problem, match="predictions.csv is here already; move it away"):
-        boml.main([str(a) for a in line])
 
 def test_run_holds_its_lock(fake_data, tmp_path):
     """A run that is at work holds the lock of its folder at every iteration."""
