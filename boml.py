@@ -1593,9 +1593,9 @@ def classify(args):
     """
     for name, path in (("from", args.source), ("labelled", args.labelled), ("images", args.images)):
         need(path and path.is_dir(), f"classify needs --{name}, a folder; it is {path}.")
+    need(not Path("predictions.csv").exists(), "predictions.csv is here already; move it away.")
     path, state = next(checkpoints(args.source), (None, None))
     need(state, f"{args.source} has no checkpoint that can be read.")
-    need(not Path("predictions.csv").exists(), "predictions.csv is here already; move it away.")
     need(state["settings"]["method"] in METHODS, f"{args.source} is a run of an unknown method.")
     fields = {f.name for f in dataclasses.fields(Config)}
     cfg = Config(**{name: v for name, v in state["settings"].items() if name in fields})
@@ -1785,7 +1785,8 @@ def load_sequence(args, job, device="cpu"):
     for j, (name, setting) in enumerate(args.sequence):
         path = args.data / f"{name}.npz" if name in DATASETS else Path(name)
         facts = learned[j] if j < len(learned) else {"name": None}
-        if facts["name"] == path.resolve().stem and not (path.is_file() or any(path.glob("*/*"))):
+        there = path.is_file() or any(path.glob("*/*"))
+        if facts["name"] == Path(name).resolve().name and not there:
             setting = setting._replace(**{field: facts[field] for field in PER_DATASET})
             data = Dataset(facts["name"], facts["kind"], [], setting, None, None, {},
                            facts["checksum"])

@@ -2346,6 +2346,16 @@ def test_continued_run_killed_equals_unbroken(method, fake_data, tmp_path, monke
     assert_same_state(whole, killed, "stage", "iteration", "theta", "posterior", "optimiser", "learned", "settings")
 
 
+def test_folder_with_a_dot_may_be_gone(fake_data, tmp_path):
+    """A learned folder may be gone whatever its name, also one with a dot."""
+    own = own_folder(tmp_path / "2026.01", 12)
+    line = ["--data", fake_data, *SMALL, "--methods", "maml", "--out", tmp_path]
+    work_here("run", "--sequence", own, *line)
+    shutil.rmtree(own)
+    work_here("run", "--sequence", f"{own},omniglot", *line)
+    assert state_of(tmp_path / "run/maml-0")["stage"] == 2
+
+
 def test_old_data_that_is_needed_is_named(fake_data, tmp_path):
     """Methods that train on all datasets say that a learned one is gone."""
     shutil.copytree(fake_data, tmp_path / "data")
