@@ -248,7 +248,8 @@ def read_classes(path: Path, channels: int):
                 labels.append(c)
             else:
                 skipped[file.suffix or file.name] += 1
-        need(c in labels, f"{path / name} holds no images; each folder in {path} is a class.")
+        need(c in labels, f"{path / name} holds no images that Pillow can read; each "
+             f"folder in {path} is a class.")
     for kind, count in skipped.items():
         print(f"{path}: {kind}: {count} file(s) skipped, Pillow cannot read them")
     return np.array(images), np.array(labels), classes

@@ -3188,6 +3188,8 @@ def test_own_folder_joins_a_sequence(fake_data, tmp_path, forks, capsys):
     (3, None, "my_images has 3 class folders; --way 5 needs 10; add some, or use --way 2"),
     (12, lambda p: (p / "class 3" / "0.png").write_bytes(b"\x89PNG\r\n"), "class 3/0.png cannot be used as an image"),
     (12, lambda p: (p / "empty").mkdir(), "empty holds no images"),
+    (12, lambda p: [f.rename(f.with_suffix(".HEIC")) for f in list((p / "class 3").iterdir())],
+     "class 3 holds no images that Pillow can read"),
     (0, lambda p: p.mkdir(), "my_images has 0 class folders"),
     (12, lambda p: (p / "class 3" / "9.png").symlink_to("/etc/hostname"), "class 3/9.png is not a regular file inside"),
 ])
@@ -3212,6 +3214,20 @@ def test_picture_of_more_than_8_bits_is_refused(tmp_path):
     Image.fromarray(np.full((28, 28), 40000, np.uint16)).save(tmp_path / "1.png")
     with pytest.raises(boml.Problem, match="1.png cannot be used as an image .it has more than 8 bits per channel."):
         boml.read_image(tmp_path / "1.png", tmp_path, 1)
+
+
+def test_photos_are_seen_as_people_see_them(tmp_path, capsys):
+    """A photo is turned as its EXIF tag says, transparent parts are white, and files of other kinds are counted."""
+    shade, turned = Image.linear_gradient("L").resize((40, 60)), Image.Exif()
+    turned[0x112] = 6  # to be turned clockwise
+    shade.transpose(Image.Transpose.ROTATE_90).save(own_folder(tmp_path, 1, 2) / "class 0/0.png", exif=turned)
+    Image.new("RGBA", (9, 9), (0, 0, 0, 0)).save(tmp_path / "class 0/1.png")
+    for n in "12":
+        (tmp_path / f"class 0/{n}.HEIC").touch()
+    x, _, _ = boml.read_classes(tmp_path, 1)
+    assert_close(x[0], np.asarray(shade.resize((28, 28), Image.Resampling.BILINEAR)), atol=1)
+    assert len(x) == 2 and (x[1] == 255).all()
+    assert ": .HEIC: 2 file(s) skipped, Pillow cannot read them" in capsys.readouterr().out
 
 
 def test_alphabets_smaller_than_a_task():
