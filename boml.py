@@ -35,13 +35,15 @@ authors' splits and the weights of Eqs. 8 and 14; figures/triathlon): accuracy o
 after its stage -> after miniQuickDraw and CIFAR-FS: sequential MAML 82.8 -> 52.3 %, BomVI 76.8 ->
 66.4 %, BomLA 78.6 -> 81.0 %; with all old data at hand, Train-On-Everything 86.9 %.
 """
-import os
+import os, signal
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads: 15x slower on shared cores
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages: fewer page faults
 
 import argparse, contextlib, csv, dataclasses, fcntl, functools, hashlib, html, io, itertools, json
-import math, multiprocessing.connection, re, signal, subprocess, sys, time, zipfile
+import math, multiprocessing.connection, re, subprocess, sys, time, zipfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -1249,21 +1251,16 @@ class Run:
 
     def begin_at(self, state):
         shapes = [{n: v.shape for n, v in p.items()} for p in (self.theta, state["theta"])]
-        need(shapes[0] == shapes[1], "the checkpoint is of a network of another size; use its "
-             "--way, --channels and --filters.")
+        need(shapes[0] == shapes[1], "its network is of another size")
         self.theta = state["theta"]
         self.posterior.load(state["posterior"])
 
-    def resume(self, fresh=False, start_from=None):
+    def resume(self, fresh=False, first=None):
         """From the newest checkpoint that can be read; without any results, from the start, or from
-        another run's parameters and posterior."""
-        first = None
-        if start_from:  # read before anything is deleted
-            _, first = next(checkpoints(start_from, self.device), (None, None))
-            usable = first and first["settings"]["method"] == self.job.method
-            need(usable and start_from.resolve() != self.out.resolve(), f"--start-from {start_from}"
-                 f" is not the folder of another run of {self.job.method}; name one.")
-            self.settings["start_from"] = str(start_from.resolve())
+        `first`, the state of another run."""
+        if first:  # before anything is deleted
+            self.begin_at(first)
+            self.settings["start_from"] = first["folder"]
         for path in self.out.glob("*") if RANK == 0 else ():
             if path.suffix == ".tmp" or fresh and path.name != "lock":
                 path.unlink()
@@ -1272,7 +1269,7 @@ class Run:
             self.compare(state)
             try:
                 self.load(state)
-            except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            except Exception as error:  # it can hold anything
                 say_damaged(path, error)
                 continue
             if RANK == 0 and path != newest and newest.exists():  # never to replace a good one
@@ -1280,9 +1277,7 @@ class Run:
             return self.write_record()
         left = [p.name for p in self.out.glob("*") if p.name != "lock"] if RANK == 0 else []
         need(not left, f"{self.out} holds results ({', '.join(left)}) but no readable checkpoint; "
-             "use another --out, or --fresh to delete them and start over.")
-        if first:
-            self.begin_at(first)
+             f"use another --out, or --fresh with --methods {self.job.method} to delete them.")
 
     def compare(self, state):
         """Refuse to go on from a run that this one does not continue."""
@@ -1319,14 +1314,16 @@ def checkpoints(folder: Path, device="cpu"):
     """The checkpoints of a run that can be read, newest first: path, state."""
     for path in (folder / "checkpoint.pt", folder / "checkpoint.before.pt"):
         try:
-            content = path.read_bytes() if RANK == 0 and path.exists() else b""
+            content = path.read_bytes() if RANK == 0 and path.is_file() else b""
             content = from_first_rank(content, device)
-            if content or RANK == 0 and path.exists():
+            if content or RANK == 0 and path.is_file():
                 with zipfile.ZipFile(io.BytesIO(content)) as archive:  # torch checks no checksums
                     need(not archive.testzip(), "a checksum in it is wrong")
                 state = torch.load(io.BytesIO(content), weights_only=True, map_location=device)
-                keys = {"settings", "learned", "stage", "rows", "theta", "posterior"}
-                need(keys <= set(state), "it is not of a run")
+                kinds = dict(settings=dict, theta=dict, posterior=dict, learned=list, rows=list,
+                             stage=int, iteration=int)
+                need(all(isinstance(state[key], kind) for key, kind in kinds.items()),
+                     "it is not of a run")
                 yield path, state
         except Exception as error:  # torch raises almost anything on bad bytes
             say_damaged(path, error)
@@ -1594,15 +1591,15 @@ def classify(args):
     """
     for name, path in (("from", args.source), ("labelled", args.labelled), ("images", args.images)):
         need(path and path.is_dir(), f"classify needs --{name}, a folder; it is {path}.")
-    need(not Path("predictions.csv").exists(), "predictions.csv is here already; move it away.")
+    result = Path("predictions.csv")
+    need(not result.exists(), f"{result} is here already; move it away.")
     path, state = next(checkpoints(args.source), (None, None))
     need(state, f"{args.source} has no checkpoint that can be read.")
     need(state["settings"]["method"] in METHODS, f"{args.source} is a run of an unknown method.")
     fields = {f.name for f in dataclasses.fields(Config)}
     cfg = Config(**{name: v for name, v in state["settings"].items() if name in fields})
     x_s, y_s, classes = read_classes(args.labelled, cfg.channels)
-    n, files, x_q, result = len(classes), [], [], Path("predictions.csv")
-    need(not result.exists(), f"{result} is there already; move it away first.")
+    n, files, x_q = len(classes), [], []
     more = f"; train one with --way {n}." if n > 2 else "."
     need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
          f"can tell 2 to {cfg.way} classes apart{more}")
@@ -1740,7 +1737,7 @@ def parse(argv):
                  f"{len(datasets)} datasets; give one for all, or one for each.")
             args.sequence = [(name, setting._replace(**{key: value})) for (name, setting), value
                              in zip(args.sequence, several * len(datasets))]
-    check("jobs", args.jobs or 1, 1)
+    check("jobs", 1 if args.jobs is None else args.jobs, 1)
     args.cfg = Config(**values)
     args.todo = jobs(args, experiment)
     return args
@@ -1758,7 +1755,8 @@ def jobs(args, experiment):
         for value in args.past_weight if args.past_weight and method in weighed else (usual,):
             variant = method if value == usual else f"{method}@{value:g}"
             todo.append(Job(method, variant, seed, dataclasses.replace(cfg, past_weight=value)))
-    need(len(set(todo)) == len(todo), "--methods, --seeds or --past-weight repeats one.")
+    names = {job.name for job in todo}
+    need(len(names) == len(todo), "--methods, --seeds or --past-weight repeats one.")
     return todo
 
 
@@ -1802,6 +1800,20 @@ def load_sequence(args, job, device="cpu"):
     return sequence
 
 
+def starting_point(args, job):
+    """The state that --start-from names, if any."""
+    if not (folder := args.start_from):
+        return None
+    _, state = next(checkpoints(folder, args.device), (None, {"settings": {}}))
+    wanted = dataclasses.asdict(job.cfg) | {"method": job.method}
+    usable = all(state["settings"].get(key) == wanted[key]
+                 for key in ("method", "way", "channels", "filters"))
+    need(usable and folder.resolve() != (args.out / args.command / job.name).resolve(),
+         f"--start-from {folder} is not the folder of another run of {job.method} with --way "
+         f"{job.cfg.way}, --channels {job.cfg.channels} and --filters {job.cfg.filters}; name one.")
+    return state | {"folder": str(folder.resolve())}
+
+
 def work(args, job, progress) -> bool:
     """One run, from its data to its last record; False if it was stopped."""
     sequence = judges = load_sequence(args, job, args.device)
@@ -1810,7 +1822,7 @@ def work(args, job, progress) -> bool:
         sequence, *judges = task_sequence(sequence[0], job.cfg, job.seed)
     run = Run(job, sequence, judges, facts, out, progress, args.device)
     with lock(out) if RANK == 0 else contextlib.nullcontext():
-        run.resume(args.fresh, args.start_from)
+        run.resume(args.fresh, starting_point(args, job))
         return run.go()
 
 
@@ -1870,8 +1882,6 @@ def side_by_side(args, show):
 
 
 def main(argv):
-    for output in (sys.stdout, sys.stderr):
-        output.reconfigure(errors="backslashreplace")  # names that the terminal cannot show
     args = parse(argv)
     if args.command == "report":
         folders = sorted({path.parents[1] for path in args.out.glob("*/*/record.jsonl")})
@@ -1884,6 +1894,8 @@ def main(argv):
         curved = cfg.hessian_tasks if "bomla" in args.methods else cfg.eval_tasks
         start_ranks(args.device, min(cfg.eval_tasks, curved))
     sequence = load_sequence(args, args.todo[0])
+    for job in args.todo:
+        starting_point(args, job)
     facts = shared_facts(args, sequence)
     print(f"{heading(facts)}, on {args.device}: {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries "
           f"per class, meta-batches of {cfg.meta_batch}; results in {folder}")
@@ -1905,18 +1917,21 @@ def main(argv):
         torch.distributed.barrier()
         sys.stdout.flush()
         os._exit(0)  # without Python's clean-up, in which torch sometimes aborts
+    folder.mkdir(parents=True, exist_ok=True)  # or one sentence, before any run starts
     failed = side_by_side(args, show)
     need(not failed, f"{', '.join(failed)} did not finish, for the reason above.")
 
 
 def one_sentence(function, *args):
     """A mistake of the user's or the machine's ends in one sentence and status 2."""
+    for output in (sys.stdout, sys.stderr):
+        output.reconfigure(errors="backslashreplace")  # names that the terminal cannot show
     try:
         function(*args)
     except (Problem, OSError, MemoryError, RuntimeError) as problem:
-        if isinstance(problem, RuntimeError):
-            if "memory" not in str(problem):
-                raise  # an error of the program
+        if isinstance(problem, RuntimeError) and "memory" not in str(problem):
+            raise  # an error of the program
+        if isinstance(problem, (MemoryError, RuntimeError)):
             problem = f"not enough memory ({brief(problem)}); lower --meta-batch or --eval-tasks."
         print(f"boml: {problem}", file=sys.stderr)
         in_child = isinstance(problem, OSError) and multiprocessing.parent_process()
@@ -1927,5 +1942,6 @@ def one_sentence(function, *args):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     one_sentence(main, sys.argv[1:])

@@ -9,7 +9,12 @@
 Archives are found in --raw DIR or downloaded to <data>/raw (resumed when cut, checked by md5). They
 are read in place, never unpacked, and no pickle is ever loaded.
 """
-import argparse, hashlib, http.client, io, os, signal, stat, sys, tarfile, time, zipfile, zlib
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
+
+import argparse, hashlib, http.client, io, os, stat, sys, tarfile, time, zipfile, zlib
 import urllib.error, urllib.parse, urllib.request
 from pathlib import Path
 
@@ -611,5 +616,6 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     boml.one_sentence(main, sys.argv[1:])

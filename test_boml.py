@@ -2016,16 +2016,35 @@ def test_run_repeats_itself(fake_data, tmp_path):
     assert_same_run(tmp_path / "a/run/bomvi-0", tmp_path / "b/run/bomvi-0")
 
 
-def test_run_that_fails_is_named(fake_data, tmp_path, forks, capfd):
-    """A run that fails is named with its sentence and status, and those beside it come to their end."""
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_run_that_fails_is_named(jobs, fake_data, tmp_path, forks, capfd):
+    """A run that cannot write is named with its sentence and status; those beside it come to their end, and no other
+    starts."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "maml-0").write_text("a file where a folder should be")
     with pytest.raises(boml.Problem, match=r"^maml-0 did not finish, for the reason above\.$"):
-        boml.main([str(a) for a in ("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--jobs", 2,
+        boml.main([str(a) for a in ("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--jobs", jobs,
                                     "--methods", "maml,ftml", "--out", tmp_path)])
     said = capfd.readouterr().err
     assert "boml: [Errno 17] File exists" in said and "maml-0 has failed" in said and "Traceback" not in said
-    assert [r["iteration"] for r in rows_of(tmp_path / "run/ftml-0/record.jsonl")] == [2, 4]
+    assert (tmp_path / "run/ftml-0").exists() == (jobs == 2)
+    assert jobs == 1 or [r["iteration"] for r in rows_of(tmp_path / "run/ftml-0/record.jsonl")] == [2, 4]
+
+
+def test_refused_run_is_named_at_once(fake_data, tmp_path, forks, capfd, monkeypatch):
+    """A run that is refused is named before the next one starts; that one is run and reported without it."""
+    (tmp_path / "run" / "maml-0").mkdir(parents=True)
+    (tmp_path / "run" / "maml-0" / "record.jsonl").write_text("5\n")
+    real_report, seen = boml.report, []
+    monkeypatch.setattr(boml, "report", lambda *a: seen.append(
+        (capfd.readouterr().err, (tmp_path / "run/ftml-0").exists())) or real_report(*a))
+    with pytest.raises(boml.Problem, match=r"^maml-0 did not finish"):
+        boml.main([str(a) for a in ("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--jobs", 1,
+                                    "--methods", "maml,ftml", "--out", tmp_path)])
+    (said, started), _ = seen
+    assert "--fresh with --methods maml" in said and "boml: maml-0 has failed (2)." in said and not started
+    assert "| Follow-The-Meta-Leader | 1 |" in (tmp_path / "run" / "report.md").read_text()
+    assert (tmp_path / "run/maml-0/record.jsonl").read_text() == "5\n"
 
 
 def test_generated_data_is_labelled(tmp_path, forks, capsys):
@@ -2239,6 +2258,53 @@ def test_damaged_checkpoint_falls_back(part, flip, halfway):
     assert_same_run(broken, halfway / "whole")
 
 
+@pytest.mark.parametrize("key", ["settings", "learned", "stage", "iteration", "rows", "seconds", "theta", "posterior",
+                                 "optimiser"])
+def test_foreign_checkpoint_falls_back(key, halfway):
+    """A checkpoint without a key, with something else in its place or of a network of another size is left for the one
+    before it: the run ends the same."""
+    state = state_of(halfway / "stopped")
+    larger = {name: torch.cat([v, v]) for name, v in state["theta"].items()}
+    for change in ({}, {key: "text"}, *([{key: larger}] if key == "theta" else ())):
+        broken = copy_of(halfway / "stopped")
+        torch.save({k: v for k, v in state.items() if k != key} | change, broken / "checkpoint.pt")
+        toy_run(broken, "maml", toy_config(eval_every=4, **TINY))
+        assert_same_run(broken, halfway / "whole")
+        assert (broken / "checkpoint.damaged").exists()
+
+
+def test_checkpoint_that_is_no_file(halfway):
+    """A FIFO in the place of the newest checkpoint is not waited for."""
+    broken = copy_of(halfway / "stopped")
+    (broken / "checkpoint.pt").unlink()
+    os.mkfifo(broken / "checkpoint.pt")
+    toy_run(broken, "maml", toy_config(eval_every=4, **TINY))
+    assert_same_run(broken, halfway / "whole")
+
+
+def test_changed_program_is_said(halfway, capsys, monkeypatch):
+    """A run continued by a changed program says so, and each row keeps the revision that computed it."""
+    for which, newer in (("stopped", True), ("whole", False)):
+        copy = copy_of(halfway / which)
+        with monkeypatch.context() as patch:
+            patch.setitem(FACTS, "revision", "newer")
+            toy_run(copy, "maml", toy_config(eval_every=4, **TINY))
+        assert "maml-0: the program has changed since none; going on." in capsys.readouterr().out
+        revisions = [row["revision"] for row in rows_of(copy / "record.jsonl")]
+        assert revisions[0] == "none" and revisions[-1] == ("newer" if newer else "none")
+
+
+def test_revision_says_what_is_not_committed(tmp_path, monkeypatch):
+    """The revision of a record tells a changed program from the committed one."""
+    monkeypatch.setattr(boml, "HERE", tmp_path)
+    (tmp_path / "boml.py").write_text("one")
+    for line in ("init -q", "add .", "-c user.name=a -c user.email=b commit -q -m one"):
+        subprocess.run(["git", "-C", tmp_path, *line.split()], check=True)
+    clean = boml.revision()
+    (tmp_path / "boml.py").write_text("two")
+    assert re.fullmatch("[0-9a-f]{7,}", clean) and boml.revision() == f"{clean}-dirty"
+
+
 def test_damaged_checkpoint_is_named(halfway, capsys):
     """A damaged checkpoint is named before the run goes on from the one before it."""
     broken = copy_of(halfway / "stopped")
@@ -2392,6 +2458,22 @@ def test_started_run_goes_on_without_its_source(fake_data, tmp_path):
     assert contents(tmp_path / "c/run/bomla-0") == before
 
 
+@pytest.mark.parametrize("method", ["maml", "bomla", "bomvi"])
+def test_start_from_begins_where_the_other_ended(method, fake_data, tmp_path):
+    """A run that starts from another has that one's parameters at first, and goes on from its posterior."""
+    line = ["run", "--data", fake_data, *SMALL, "--iterations", "1", "--methods", method]
+    work_here(*line, "--sequence", "omniglot", "--out", tmp_path / "one")
+    work_here(*line, "--sequence", "mini_quickdraw", "--out", tmp_path / "two", "--start-from",
+              tmp_path / f"one/run/{method}-0", "--outer-rate", 0, "--logvar-rate", 0)
+    one, two = (state_of(tmp_path / f"{out}/run/{method}-0") for out in ("one", "two"))
+    assert all(torch.equal(v, two["theta"][name]) for name, v in one["theta"].items())
+    if method == "bomla":
+        (old,), (new,) = (state["posterior"]["blocks"]["norm1"] for state in (one, two))
+        assert torch.linalg.eigvalsh(new - old).min() > -1e-6 * old.max() and not torch.equal(new, old)
+    if method == "bomvi":
+        assert all(torch.equal(v, two["posterior"]["logvar"][name]) for name, v in one["posterior"]["logvar"].items())
+
+
 @pytest.mark.parametrize("method, classes", [("maml", 2), ("bomla", 3), ("bomvi", 5)])
 def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_path, monkeypatch):
     """classify writes the probabilities that adapting and predicting give on the same task, and leaves out what is no
@@ -2421,16 +2503,9 @@ def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_pa
     assert_close(np.array([[float(v) for v in row[2:]] for row in rows[1:]]), expected.detach(), rtol=0, atol=2e-4)
 
 
-def test_too_many_classes_to_tell(fake_data, tmp_path):
-    """classify with more classes than the network has outputs names the option that trains for more."""
-    work_here("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--methods", "maml", "--out", tmp_path)
-    own_folder(tmp_path / "labelled", 6, 1)
-    line = ["classify", "--from", tmp_path / "run/maml-0", "--labelled", tmp_path / "labelled", "--images", tmp_path]
-    with pytest.raises(boml.Problem, match="6 class folders; .* 2 to 5 classes apart; train one with --way 6"):
-        boml.main([str(a) for a in line])
-
-
-def test_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError(
+    "[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")], ids=["of Python", "of torch"])
+def test_write_that_fails_leaves_the_last_checkpoint(error, tmp_path, monkeypatch):
     """A full disk in the middle of a checkpoint loses nothing: the run resumes at the one before and ends the same."""
     cfg = toy_config(eval_every=4, **TINY)
     toy_run(tmp_path / "whole", "ftml", cfg)
@@ -2440,11 +2515,11 @@ def test_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
         calls.append(1)
         if len(calls) == 3:
             file.write(b"half a checkpoint")
-            raise OSError(28, "No space left on device")
+            raise error
         real_save(state, file)
 
     monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(OSError, match=r"checkpoint\.pt cannot be written \(.*No space.*\); .* is kept\."):
+    with pytest.raises(OSError, match=r"checkpoint\.pt cannot be written \(.*(No space|pos 64).*\); .* is kept\."):
         toy_run(tmp_path / "full", "ftml", cfg)
     assert not list(tmp_path.glob("full/*.tmp"))
     toy_run(tmp_path / "full", "ftml", cfg)
@@ -2868,10 +2943,18 @@ def test_report_is_of_one_setting(tmp_path):
     assert set(boml.read_records(tmp_path)) == {("maml", 0), ("toe", 0)}
 
 
+def test_several_revisions_are_said(tmp_path):
+    """A table of runs of several revisions names them; one of a single revision does not."""
+    put(tmp_path, made_up("maml", 0, TWO, revision="abc"), made_up("toe", 0, TWO, revision="abc"))
+    assert "revision" not in boml.report(tmp_path)
+    put(tmp_path, made_up("bomla", 0, TWO, revision="def-dirty"))
+    assert "Runs of several revisions: abc, def-dirty." in boml.report(tmp_path)
+
+
 def test_settings_know_the_images(tmp_path):
-    """Runs on other images, labels or splits of the same name are runs of other settings."""
+    """Runs on other images, labels, class names or splits of the same name are runs of other settings."""
     args, found = boml.parse(["triathlon"]), []
-    for change in ("none", "images", "split", "labels"):
+    for change in ("none", "images", "split", "labels", "classes"):
         folder = tmp_path / change
         pack(folder, "cifar_fs", (6, 6, 6), (28, 28, 3))
         with np.load(folder / "cifar_fs.npz") as z:
@@ -2882,9 +2965,11 @@ def test_settings_know_the_images(tmp_path):
             arrays["split"] = np.repeat(boml.SPLITS[::-1], 6)
         elif change == "labels":
             arrays["labels"] = arrays["labels"][::-1]
+        elif change == "classes":
+            arrays["classes"] = arrays["classes"][::-1]
         np.savez(folder / "cifar_fs.npz", **arrays)
         found.append(boml.shared_facts(args, [load("cifar_fs", folder, args.cfg)])["settings"])
-    assert len(set(found)) == 4
+    assert len(set(found)) == 5
 
 
 # ----------------------------------------------------------------------------------------------------- Figure
@@ -3079,57 +3164,184 @@ def test_reports_follow_from_the_records(tmp_path):
 # -------------------------------------------------------------------------------------------------- Bad input
 
 
-@pytest.mark.parametrize("args, word", [
-    (["marathon"], "'marathon'"),
-    (["triathlon", "--methods", "maml,reptile"], "--methods: 'reptile' is not one of maml"),
-    (["triathlon", "--sequence", "omniglot,mnist"], "'mnist' is neither a folder nor one of omniglot"),
-    (["triathlon", "--seeds", "0,x"], "--seeds: invalid list value: '0,x'"),
-    (["triathlon", "--colour", "red"], "--colour"),
-    (["triathlon", "--iterations", "many"], "--iterations: invalid list value: 'many'"),
-    (["triathlon", "--iterations", "0"], "--iterations is 0; it must be from 1 to"),
-    (["triathlon", "--schedule", "gpu"], "'gpu'"),
-    (["triathlon", "--split", "train"], "--split: invalid choice: 'train'"),
-    (["triathlon", "--query", "15"], "too few for --shot 1 and --query 15"),
-    (["triathlon", "--shot", "3"], "too few for --shot 3 and --query 2"),
-    (["triathlon", "--jobs", "-1"], "--jobs is -1; it must be from 1 to"),
-    (["triathlon", "--device", "abacus"], "--device: invalid choice: 'abacus'"),
-    (["triathlon", "--methods", "maml,maml"], "--methods, --seeds or --past-weight repeats one"),
-    (["triathlon", "--seeds", "1,1"], "--methods, --seeds or --past-weight repeats one"),
-    (["triathlon", "--methods", "maml", "--past-weight", "1"], "--past-weight is for bomla and bomvi"),
-    (["triathlon", "--inner-steps", "0"], "--inner-steps is 0; it must be from 1 to"),
-    (["triathlon", "--inner-steps", "1.5"], "--inner-steps: invalid list value: '1.5'"),
-    (["triathlon", "--jacobian-rate", "abc"], "--jacobian-rate: invalid float value: 'abc'"),
-    (["triathlon", "--outer-rate", "nan"], "--outer-rate is nan; it must be from 0 to"),
-    (["triathlon", "--kl-weight", "nan"], "--kl-weight"),
-    (["triathlon", "--kl-weight", "abc"], "--kl-weight"),
-    (["run"], "run needs --sequence"),
-    (["triathlon", "--iterations", ","], "--iterations: invalid list value: ','"),
-    (["triathlon", "--device", "meta"], "--device: invalid choice: 'meta'"),
-    (["run", "--sequence", "omniglot,"], "'' is neither a folder nor one of omniglot"),
-    (["triathlon", "--way", "21"], "cifar_fs has 20 classes for training or test, too few for --way 21"),
-    (["triathlon", "--way", "1"], "--way is 1; it must be from 2 to"),
-    (["triathlon", "--channels", "1"], "cifar_fs needs --channels 3"),
-    (["triathlon", "--past-weight", "1,x"], "--past-weight: invalid list value: '1,x'"),
-    (["triathlon", "--past-weight", "1,-1"], "--past-weight is -1.0; it must be from 1e-09 to"),
-    (["omniglot", "--shot", "1", "--sequence", "cifar_fs"], "cifar_fs needs --channels 3"),
-    (["omniglot", "--shot", "1", "--sequence", "omniglot_alphabets,mini_quickdraw"], "omniglot takes one dataset"),
-    (["triathlon", "--inner-rate", "fast"], "--inner-rate: invalid list value: 'fast'"),
-    (["triathlon", "--inner-rate", "0.1,0.2"], "--inner-rate has 2 values for 3 datasets"),
-    (["report"], "nowhere holds no records"),
-], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
-def test_bad_command_line(args, word, fake_data, tmp_path, monkeypatch, capsys):
-    """A mistake on the command line is one sentence that names it, and exit status 2, before any run starts."""
+def own_folder(path, classes, each=4):
+    rng = np.random.default_rng(0)
+    for c in range(classes):
+        (path / f"class {c}").mkdir(parents=True)
+        for i in range(each):
+            picture = Image.fromarray(rng.integers(0, 256, (40, 30, 3), dtype=np.uint8))
+            picture.convert(("L", "RGB", "P")[c % 3]).save(path / f"class {c}" / f"{i}.png")
+    return path
+
+
+@pytest.fixture(scope="module")
+def bad_things(fake_data, tmp_path_factory):
+    """A folder with what the rows of BAD name: folders of one's own, datasets, runs and records, most with a fault."""
+    here = tmp_path_factory.mktemp("bad")
+    good = own_folder(here / "mine", 14)
+
+    def spoilt(name, spoil):
+        spoil(shutil.copytree(good, here / name) / "class 3")
+
+    jpeg = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(jpeg, "JPEG")
+    spoilt("broken", lambda c: (c / "0.png").write_bytes(b"\x89PNG\r\n"))
+    spoilt("cut", lambda c: (c / "0.jpg").write_bytes(jpeg.getvalue()[:-900]))
+    spoilt("large", lambda c: (c / "0.png").write_bytes(bomb((20000, 20000))))
+    spoilt("deep", lambda c: Image.fromarray(np.full((28, 28), 40000, np.uint16)).save(c / "0.png"))
+    spoilt("fifo", lambda c: os.mkfifo(c / "x.jpg"))
+    spoilt("zero", lambda c: (c / "x.jpg").symlink_to("/dev/zero"))
+    spoilt("leaving", lambda c: (c / "x.jpg").symlink_to(good / "class 0" / "0.png"))
+    spoilt("loop", lambda c: (c / "x.jpg").symlink_to("x.jpg"))
+    spoilt("folder", lambda c: (c / "x.jpg").mkdir())
+    spoilt("empty", lambda c: (c.parent / "nothing").mkdir())
+    spoilt("heic", lambda c: [path.rename(path.with_suffix(".HEIC")) for path in c.iterdir()])
+    shutil.copytree(good, here / "other" / "mine")
+    own_folder(here / "three", 3), own_folder(here / "one", 1, 1), own_folder(here / "six", 6, 1)
+    (here / "none").mkdir(), (here / "text").write_text("hello")
+    for name, content in (("half", (fake_data / "cifar_fs.npz").read_bytes()[:3000]), ("void", b"")):
+        (here / name).mkdir()
+        (here / name / "cifar_fs.npz").write_bytes(content)
+    pack(here / "few", "cifar_fs", (25, 25, 4), (28, 28, 3))
+    work_here("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--methods", "maml", "--out", here)
+    for name in ("unreadable", "foreign"):
+        (here / name).mkdir()
+        state = state_of(here / "run/maml-0") | dict(theta=5)
+        (here / name / "checkpoint.pt").write_bytes(b"hello" if name == "unreadable" else saved(state))
+    put(here / "reported" / "run", made_up("maml", 0, TWO))
+    (here / "reported" / "run" / "report.md").mkdir()
+    return here
+
+
+def bad(line, sentence):
+    return pytest.param(line.split(" "), sentence, id=line)
+
+
+TELL = "classify --from run/maml-0 --labelled mine --images mine"
+BAD = [  # a command line, and what its sentence says
+    bad("", "invalid choice: ''"),
+    bad("marathon", "'marathon'"),
+    bad("triathlon more", "unrecognized arguments: more"),
+    bad("triathlon --colour red", "--colour"),
+    bad("triathlon --s 1", "ambiguous option: --s could match --sequence"),
+    bad("run", "run needs --sequence"),
+    # options
+    bad("triathlon --methods maml,reptile", "--methods: 'reptile' is not one of maml"),
+    bad("triathlon --methods maml,", "--methods: '' is not one of maml"),
+    bad("triathlon --methods MAML", "--methods: 'MAML' is not one of maml"),
+    bad("triathlon --methods maml,maml", "--methods, --seeds or --past-weight repeats one"),
+    bad("triathlon --seeds 0,x", "--seeds: invalid list value: '0,x'"),
+    bad("triathlon --seeds 1,1", "--methods, --seeds or --past-weight repeats one"),
+    bad("triathlon --seeds 0,٠", "--methods, --seeds or --past-weight repeats one"),
+    bad("triathlon --seeds=-1", "--seeds is -1; it must be from 0 to"),
+    bad("triathlon --seeds " + 5000 * "9", "--seeds: invalid list value"),
+    bad("triathlon --schedule gpu", "'gpu'"),
+    bad("triathlon --split train", "--split: invalid choice: 'train'"),
+    bad("triathlon --jobs=-1", "--jobs is -1; it must be from 1 to"),
+    bad("triathlon --jobs 0", "--jobs is 0; it must be from 1 to"),
+    bad("triathlon --device hpu", "--device: invalid choice: 'hpu'"),
+    bad("triathlon --device meta", "--device: invalid choice: 'meta'"),
+    bad("triathlon --iterations many", "--iterations: invalid list value: 'many'"),
+    bad("triathlon --iterations ,", "--iterations: invalid list value: ','"),
+    bad("triathlon --iterations 0", "--iterations is 0; it must be from 1 to"),
+    bad("triathlon --iterations 1e3", "--iterations: invalid list value: '1e3'"),
+    bad("triathlon --eval-tasks 99999999999999999999999", "--eval-tasks is 99999999999999999999999; it must be from"),
+    bad("triathlon --eval-every 0", "--eval-every is 0; it must be from 1 to"),
+    bad("triathlon --inner-steps 0", "--inner-steps is 0; it must be from 1 to"),
+    bad("triathlon --inner-steps 1.5", "--inner-steps: invalid list value: '1.5'"),
+    bad("triathlon --inner-rate fast", "--inner-rate: invalid list value: 'fast'"),
+    bad("triathlon --inner-rate inf", "--inner-rate is inf; it must be from 0 to 1000000"),
+    bad("triathlon --inner-rate 0.1,0.2", "--inner-rate has 2 values for 3 datasets"),
+    bad("triathlon --outer-rate nan", "--outer-rate is nan; it must be from 0 to"),
+    bad("triathlon --jacobian-rate abc", "--jacobian-rate: invalid float value: 'abc'"),
+    bad("triathlon --kl-weight nan", "--kl-weight is nan"),
+    bad("triathlon --kl-weight abc", "--kl-weight"),
+    bad("triathlon --past-weight 1,x", "--past-weight: invalid list value: '1,x'"),
+    bad("triathlon --past-weight 1,-1", "--past-weight is -1.0; it must be from 1e-09 to"),
+    bad("triathlon --past-weight 1e300", "--past-weight is 1e+300; it must be from 1e-09 to 1000000"),
+    bad("triathlon --past-weight 2,2.0000001", "--methods, --seeds or --past-weight repeats one"),
+    bad("triathlon --past-weight 1 --methods maml", "--past-weight is for bomla and bomvi"),
+    bad("triathlon --way 1", "--way is 1; it must be from 2 to"),
+    bad("triathlon --way 21", "cifar_fs has 20 classes for training or test, too few for --way 21; use 20 or fewer"),
+    bad("triathlon --shot 3", "too few for --shot 3 and --query 2"),
+    bad("triathlon --query 15", "too few for --shot 1 and --query 15"),
+    bad("triathlon --channels 1", "cifar_fs needs --channels 3"),
+    bad("omniglot --shot 1 --sequence cifar_fs", "cifar_fs needs --channels 3"),
+    bad("omniglot --shot 1 --sequence omniglot_alphabets,mini_quickdraw", "omniglot takes one dataset"),
+    # data files
+    bad("triathlon --sequence omniglot,mnist", "'mnist' is neither a folder nor one of omniglot"),
+    bad("run --sequence omniglot,", "'' is neither a folder nor one of omniglot"),
+    bad("run --sequence omniglot,omniglot", "two datasets are named omniglot"),
+    bad("run --sequence cifar_fs --data none", "none/cifar_fs.npz is not there; make it with: bash run.sh data"),
+    bad("run --sequence cifar_fs --data text", "text/cifar_fs.npz is damaged"),
+    bad("run --sequence cifar_fs --data half", "half/cifar_fs.npz is damaged"),
+    bad("run --sequence cifar_fs --data void", "void/cifar_fs.npz is damaged"),
+    bad("run --sequence cifar_fs --data few", "cifar_fs has 4 classes for training or test, too few for --way 5"),
+    # folders of one's own
+    bad("run --sequence text", "'text' is neither a folder nor one of omniglot"),
+    bad("run --sequence none", "none has 0 class folders"),
+    bad("run --sequence three", "three has 3 class folders; --way 5 needs 10; add some, or use --way 2"),
+    bad("run --sequence mine --way 50", "mine has 14 class folders; --way 50 needs 100; add some, or use --way 7"),
+    bad("run --sequence mine,other/mine", "two datasets are named mine"),
+    bad("run --sequence broken", "broken/class 3/0.png cannot be used as an image"),
+    bad("run --sequence cut", "cut/class 3/0.jpg cannot be used as an image (image file is truncated"),
+    bad("run --sequence large", "large/class 3/0.png cannot be used as an image (it has more than 67 million pixels)"),
+    bad("run --sequence deep", "deep/class 3/0.png cannot be used as an image (it has more than 8 bits per channel)"),
+    bad("run --sequence fifo", "fifo/class 3/x.jpg is not a regular file inside fifo"),
+    bad("run --sequence zero", "zero/class 3/x.jpg is not a regular file inside zero"),
+    bad("run --sequence leaving", "leaving/class 3/x.jpg is not a regular file inside leaving"),
+    bad("run --sequence loop", "loop/class 3/x.jpg is not a regular file inside loop"),
+    bad("run --sequence folder", "folder/class 3/x.jpg is not a regular file inside folder"),
+    bad("run --sequence empty", "empty/nothing holds no images"),
+    bad("run --sequence heic", "heic/class 3 holds no images that Pillow can read"),
+    # results
+    bad("run --sequence omniglot --out text", "Not a directory: 'text/run'"),
+    bad("run --sequence omniglot --start-from gone", "--start-from gone is not the folder of another run of maml"),
+    bad("run --sequence omniglot --start-from unreadable", "is not the folder of another run of maml"),
+    bad("run --sequence omniglot --start-from foreign", "is not the folder of another run of maml"),
+    bad("run --sequence omniglot --start-from run/maml-0", "another run of maml with --way 5, --channels 3 and --filt"),
+    bad("run --sequence omniglot --filters 4 --start-from run/maml-0 --methods bomla", "not the folder of another run"),
+    bad("run --sequence omniglot --filters 4 --start-from run/maml-0 --methods maml,bomvi", "another run of bomvi"),
+    bad("run --sequence omniglot --filters 4 --start-from run/maml-0 --methods maml --out .", "of another run of maml"),
+    bad("report", "nowhere holds no records"),
+    bad("report --out text", "text holds no records"),
+    bad("report --out run/maml-0", "run/maml-0 holds no records"),
+    bad("report --out reported", "reported/run/report.md cannot be written"),
+    # classify
+    bad("classify", "classify needs --from, a folder; it is None"),
+    bad(TELL + " --from gone", "classify needs --from, a folder; it is gone"),
+    bad(TELL + " --from none", "none has no checkpoint that can be read"),
+    bad(TELL + " --from unreadable", "unreadable has no checkpoint that can be read"),
+    bad(TELL + " --from foreign", "foreign has no checkpoint that can be read"),
+    bad(TELL + " --labelled text", "classify needs --labelled, a folder; it is text"),
+    bad(TELL + " --labelled none", "none has 0 class folders; the network of run/maml-0 can tell 2 to 5"),
+    bad(TELL + " --labelled one", "one has 1 class folders; the network of run/maml-0 can tell 2 to 5"),
+    bad(TELL + " --labelled six", "six has 6 class folders; the network of run/maml-0 can tell 2 to 5 classes apart; "
+        "train one with --way 6."),
+    bad(TELL + " --labelled three --images gone", "classify needs --images, a folder; it is gone"),
+    bad(TELL + " --labelled three --images none", "none holds no image that can be read"),
+    bad(TELL + " --labelled three --inner-rate inf", "--inner-rate is inf; it must be from 0 to"),
+    bad(TELL + " --labelled three --eval-steps 0", "--eval-steps is 0; it must be from 1 to"),
+]
+
+
+@pytest.mark.parametrize("line, sentence", BAD)
+def test_bad_input(line, sentence, bad_things, fake_data, monkeypatch, capsys):
+    """A mistake in a command line or in what it names ends in one sentence that names it and status 2, before any run
+    starts, with nothing written."""
     def start(*_):
         raise AssertionError("the runs would have started")
 
     monkeypatch.setattr(boml, "side_by_side", start)
-    monkeypatch.chdir(tmp_path)
-    line = [*args[:1], "--data", str(fake_data), "--query", "2", "--out", "nowhere", *args[1:]]
+    monkeypatch.chdir(bad_things)
+    before = sorted(bad_things.rglob("*"))
+    line = [*line[:1], "--data", str(fake_data), "--query", "2", "--out", "nowhere", *line[1:]]
     with pytest.raises(SystemExit) as end:
         boml.one_sentence(boml.main, line)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and word in said
-    assert re.fullmatch(r"boml: .*\.\n", said) and not (tmp_path / "nowhere").exists()
+    *damage, said = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and re.match("boml: .", said) and sentence in said
+    assert all(re.fullmatch(r"boml: \S+/checkpoint.pt is damaged \(.*\)\.", other) for other in damage)
+    assert sorted(bad_things.rglob("*")) == before
 
 
 def test_values_per_dataset_are_checked_before_the_data():
@@ -3185,16 +3397,6 @@ def test_bad_data_file(how, fake_data, tmp_path):
         load("cifar_fs", tmp_path, boml.Config())
 
 
-def own_folder(path, classes, each=4):
-    rng = np.random.default_rng(0)
-    for c in range(classes):
-        (path / f"class {c}").mkdir(parents=True)
-        for i in range(each):
-            picture = Image.fromarray(rng.integers(0, 256, (40, 30, 3), dtype=np.uint8))
-            picture.convert(("L", "RGB", "P")[c % 3]).save(path / f"class {c}" / f"{i}.png")
-    return path
-
-
 def test_own_folder_joins_a_sequence(fake_data, tmp_path, forks, capsys):
     """A folder of class folders is a dataset by its own name, also of pictures of several kinds."""
     own = own_folder(tmp_path / "my_images", 12)
@@ -3205,36 +3407,31 @@ def test_own_folder_joins_a_sequence(fake_data, tmp_path, forks, capsys):
     assert {r["evaluated"] for r in rows_of(tmp_path / "out/run/maml-0/record.jsonl")} == {"omniglot", "my_images"}
 
 
-@pytest.mark.parametrize("classes, spoil, word", [
-    (3, None, "my_images has 3 class folders; --way 5 needs 10; add some, or use --way 2"),
-    (12, lambda p: (p / "class 3" / "0.png").write_bytes(b"\x89PNG\r\n"), "class 3/0.png cannot be used as an image"),
-    (12, lambda p: (p / "empty").mkdir(), "empty holds no images"),
-    (12, lambda p: [f.rename(f.with_suffix(".HEIC")) for f in list((p / "class 3").iterdir())],
-     "class 3 holds no images that Pillow can read"),
-    (0, lambda p: p.mkdir(), "my_images has 0 class folders"),
-    (12, lambda p: (p / "class 3" / "9.png").symlink_to("/etc/hostname"), "class 3/9.png is not a regular file inside"),
-])
-def test_bad_own_folder(classes, spoil, word, tmp_path):
-    """What is wrong with a person's own folder is said in a sentence."""
-    own = own_folder(tmp_path / "my_images", classes)
-    if spoil:
-        spoil(own)
-    with pytest.raises(boml.Problem, match=word):
-        boml.main(["run", "--sequence", str(own), "--query", "2", "--out", str(tmp_path / "out")])
+@pytest.mark.parametrize("change", [
+    lambda own: (own / "class 3").rename(own / "class 99"),
+    lambda own: (own / "class 3/0.png").rename(own / "class 5/9.png")], ids=["renamed class", "moved image"])
+def test_own_folder_that_changes_is_refused(change, tmp_path):
+    """A run on a folder of one's own does not go on once a class has another name or an image another class."""
+    own = own_folder(tmp_path / "mine", 12)
+    line = ["run", "--sequence", own, "--methods", "maml", "--out", tmp_path / "out", *SMALL, "--shot", 1, "--query", 1]
+    work_here(*line)
+    change(own)
+    with pytest.raises(boml.Problem, match=r"does not continue \(mine: checksum was \w+, is \w+; .*\); use another --out"):
+        work_here(*line)
 
 
-def test_two_folders_of_one_name(tmp_path):
-    """Datasets that would have the same name in the table are refused."""
-    folders = [str(own_folder(tmp_path / parent / "my_images", 12)) for parent in "ab"]
-    with pytest.raises(boml.Problem, match="two datasets are named my_images"):
-        boml.main(["run", "--sequence", ",".join(folders), "--query", "2", "--out", str(tmp_path / "out")])
-
-
-def test_picture_of_more_than_8_bits_is_refused(tmp_path):
-    """A picture of 16 bits per pixel, which Pillow would clip, is refused for that reason."""
-    Image.fromarray(np.full((28, 28), 40000, np.uint16)).save(tmp_path / "1.png")
-    with pytest.raises(boml.Problem, match="1.png cannot be used as an image .it has more than 8 bits per channel."):
-        boml.read_image(tmp_path / "1.png", tmp_path, 1)
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_names_that_cannot_be_shown(encoding, tmp_path, monkeypatch):
+    """Folders whose names are not UTF-8 are learned and reported, whatever the terminal can show."""
+    own = own_folder(tmp_path / os.fsdecode(b"bild\xe4r \xff"), 12)
+    for c in range(6):
+        (own / f"class {c}").rename(own / os.fsdecode(b"\xff%d" % c))
+    (own / "class 7" / os.fsdecode(b"note.\xff")).touch()
+    output = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+    boml.one_sentence(work_here, "run", "--sequence", own, "--methods", "maml", "--out", tmp_path / "out", *SMALL)
+    print(boml.report(tmp_path / "out/run"), flush=True)
+    assert b"1 file(s) skipped" in output.buffer.getvalue() and b"| Sequential MAML | 1 |" in output.buffer.getvalue()
 
 
 def test_photos_are_seen_as_people_see_them(tmp_path, capsys):
@@ -3289,6 +3486,35 @@ def test_omniglot_sequence_end_to_end(fake_data, tmp_path):
 
 
 RAW = HERE.parent / "shared" / "raw"  # real archives, used where they are there
+
+
+@pytest.mark.parametrize("program", ["boml.py", "data_prep.py"])
+def test_interrupt_during_the_imports(program, tmp_path):
+    """Ctrl-C while the programs still import ends them without a traceback."""
+    (tmp_path / "numpy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)\n")
+    line = [sys.executable, HERE / program, "for", "triathlon"]
+    done = subprocess.run(line, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
+
+
+@pytest.mark.parametrize("error", [MemoryError(), MemoryError("Unable to allocate 3 TiB"), RuntimeError(
+    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.\nException raised from")])
+def test_short_memory_is_one_sentence(error, capsys):
+    """Where memory runs out, the sentence says so and what to lower."""
+    def fail():
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        boml.one_sentence(fail)
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert re.fullmatch(r"boml: not enough memory \(.+\); lower --meta-batch or --eval-tasks\.\n", said)
+
+
+def test_error_of_the_program_keeps_its_traceback():
+    """An error that is no user's and no machine's is not made a sentence."""
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        boml.one_sentence(lambda: torch.ones(2) @ torch.ones(3))
 
 
 # ------------------------------------------------------------------------------------------------- Preparation
