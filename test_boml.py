@@ -862,7 +862,8 @@ def test_kl_with_itself_is_zero(seed):
 @given(seeds, st.sampled_from([0.1, 1.0, 30.0]))
 def test_penalty_is_the_kl_to_the_prior(seed, past_weight):
     """The penalty is kl_weight times the KL from the posterior to the prior, which after absorbing is the posterior
-    with its variance divided by lambda; so for lambda = 1 the penalty then vanishes, and so does its gradient."""
+    with its variance divided by lambda; so for lambda = 1 the penalty then vanishes, and so does its gradient; and the
+    prior stays where it is when the posterior moves on."""
     _, theta, _, _ = tiny(seed)
     posterior = variational(theta, -3.0, kl_weight=0.5, first_variance=2.0, past_weight=past_weight)
     flat = torch.cat([v.detach().flatten() for v in theta.values()]).numpy()
@@ -876,6 +877,12 @@ def test_penalty_is_the_kl_to_the_prior(seed, past_weight):
     if past_weight == 1.0:
         assert_close(value, 0.0)
         assert all(g.abs().max() < 1e-12 for g in grads)
+    prior_mean, prior_variance = flat, variance / past_weight
+    with torch.no_grad():
+        for v in (*theta.values(), *posterior.logvar.values()):
+            v += 0.5
+    flat, variance = flat + 0.5, variance * np.exp(0.5)
+    assert_close(posterior.penalty(theta)[0], kl(prior_mean, prior_variance))
 
 
 @pytest.mark.parametrize("given_weight, weight", [("paper", 1 / 6), ("authors", 1 / 48000), (0.25, 0.25)])
@@ -1178,7 +1185,8 @@ def dense_block(block):
 
 
 def moved_on(method, data, cfg):
-    """theta and posterior after a dataset was absorbed and theta has moved on in place; also the values at absorbing."""
+    """theta and posterior after a dataset was absorbed twice and theta has moved on in place each time; also the values
+    at the second absorbing."""
     theta = boml.init_params(cfg, torch.Generator().manual_seed(3))
     posterior = boml.METHODS[method].posterior(cfg, theta)
     wander(theta, 5)
@@ -1234,7 +1242,7 @@ def plain_objective(method, theta, posterior, then, then_logvar, batch, cfg, noi
 @doubles()
 def test_step_is_the_gradient_of_the_whole_objective(method, seed):
     """What reaches the optimiser is the gradient of the objective written out plainly: two datasets with their own alpha
-    and k in the meta-batch, a posterior that has absorbed a dataset, theta moved in place since."""
+    and k in the meta-batch, a posterior that has absorbed twice, theta moved in place each time."""
     cfg = toy_config(meta_batch=3, way=3, shot=2, query=3, channels=1, past_weight=3.0, kl_weight=0.01)
     one = toy_data(seed, least=6, inner_rate=0.4, inner_steps=1)
     two = toy_data(seed + 1, least=6, inner_rate=0.1, inner_steps=3, eval_steps=7, name="cifar_fs")
