@@ -1337,39 +1337,48 @@ def test_norm_blocks_are_the_joint_fisher(seed):
         assert_close(found[i], exact[i], rtol=1e-7, atol=1e-12)
 
 
+def nearest_product(whole, P, O):
+    """The matrix A (x) G nearest to a whole one, by the SVD of Van Loan's rearrangement."""
+    U, S, V = torch.linalg.svd(whole.view(P, O, P, O).permute(0, 2, 1, 3).reshape(P * P, O * O), full_matrices=False)
+    return (S[0] * torch.outer(U[:, 0], V[0])).view(P, P, O, O).permute(0, 2, 1, 3).reshape(P * O, P * O)
+
+
+@pytest.mark.parametrize("jacobian_rate", [None, 1.0])
 @doubles()
-def test_absorbing_is_the_curvature_computed_directly():
-    """What a stage leaves in the precision: lambda times the curvature of tasks of its training classes, with k of
-    training, its own alpha in adaptation and Jacobian, and an own uniform number for each image; merged to one pair."""
-    cfg = toy_config(way=3, channels=1, shot=1, query=3, hessian_tasks=3, past_weight=7.0)
-    data = toy_data(2, inner_rate=0.3, inner_steps=2, eval_steps=5, name="cifar_fs")
+def test_absorbing_is_the_curvature_computed_directly(jacobian_rate):
+    """What each stage adds to the precision: lambda times the curvature of tasks of its training classes, with k of
+    training, its own alpha in adaptation and, unless another rate is given, Jacobian, and an own uniform number for
+    each image; the sum is merged to one pair."""
+    cfg = toy_config(way=3, channels=1, shot=1, query=3, hessian_tasks=3, past_weight=7.0, jacobian_rate=jacobian_rate)
     theta = boml.init_params(cfg, torch.Generator().manual_seed(0))
-    posterior = boml.Laplace(cfg, theta)
-    posterior.absorb(theta, data, torch.Generator().manual_seed(1))
-    rng = torch.Generator().manual_seed(1)
-    index = boml.sample_tasks(data, "train", 3, cfg, rng)
-    u_s, u_q = torch.rand(3, 3, generator=rng), torch.rand(3, 9, generator=rng)
-    sums = {}
-    for m, (x_s, y_s, x_q, y_q) in enumerate(zip(*boml.fetch(data, index, cfg))):
-        adapted = plain_adapted(theta, x_s, y_s, 0.3, 2)
-        for side, (p, x, u) in enumerate(((theta, x_s, u_s[m]), (adapted, x_q, u_q[m]))):
-            for name, factors in plain_factors(p, x, u).items():
-                for f, factor in enumerate(factors):
-                    sums[name, side, f] = sums.get((name, side, f), 0) + factor / 3
-    for name in boml.layers_of(theta):
-        if name.startswith("norm"):
-            J = torch.eye(2) - 0.3 * sums[name, 0, 0]
-            assert_close(posterior.blocks[name][0], 7 * J @ sums[name, 1, 0] @ J.mT, rtol=1e-6, atol=1e-12)
-            continue
-        (A, G), (A_q, G_q) = ([sums[name, side, f] for f in (0, 1)] for side in (0, 1))
-        J = torch.eye(len(A) * len(G)) - 0.3 * torch.kron(A, G)
-        whole = 7 * J @ torch.kron(A_q, G_q) @ J.T
-        P, O = len(A), len(G)
-        stacked = whole.view(P, O, P, O).permute(0, 2, 1, 3).reshape(P * P, O * O)  # Van Loan's rearrangement
-        U, S, V = torch.linalg.svd(stacked, full_matrices=False)
-        nearest = (S[0] * torch.outer(U[:, 0], V[0])).view(P, P, O, O).permute(0, 2, 1, 3).reshape(P * O, P * O)
-        assert len(posterior.blocks[name][0]) == 1
-        assert_close(dense_block(posterior.blocks[name]), nearest, rtol=1e-5, atol=1e-9 * float(S[0]))
+    posterior, expected = boml.Laplace(cfg, theta), {}
+    for stage, (alpha, k) in enumerate(((0.3, 2), (0.2, 1))):
+        data = toy_data(stage, inner_rate=alpha, inner_steps=k, eval_steps=5, name="cifar_fs")
+        wander(theta, stage)
+        posterior.absorb(theta, data, torch.Generator().manual_seed(stage))
+        rng, a = torch.Generator().manual_seed(stage), jacobian_rate or alpha
+        index = boml.sample_tasks(data, "train", 3, cfg, rng)
+        u_s, u_q = torch.rand(3, 3, generator=rng), torch.rand(3, 9, generator=rng)
+        sums = {}
+        for m, (x_s, y_s, x_q, y_q) in enumerate(zip(*boml.fetch(data, index, cfg))):
+            adapted = plain_adapted(theta, x_s, y_s, alpha, k)
+            for side, (p, x, u) in enumerate(((theta, x_s, u_s[m]), (adapted, x_q, u_q[m]))):
+                for name, factors in plain_factors(p, x, u).items():
+                    for f, factor in enumerate(factors):
+                        sums[name, side, f] = sums.get((name, side, f), 0) + factor / 3
+        for name in boml.layers_of(theta):
+            if name.startswith("norm"):
+                J = torch.eye(2) - a * sums[name, 0, 0]
+                expected[name] = expected.get(name, 0) + 7 * J @ sums[name, 1, 0] @ J.mT
+                assert_close(posterior.blocks[name][0], expected[name], rtol=1e-6, atol=1e-12)
+                continue
+            (A, G), (A_q, G_q) = ([sums[name, side, f] for f in (0, 1)] for side in (0, 1))
+            J = torch.eye(len(A) * len(G)) - a * torch.kron(A, G)
+            whole = expected.get(name, 0) + 7 * J @ torch.kron(A_q, G_q) @ J.T
+            expected[name] = nearest_product(whole, len(A), len(G))
+            assert len(posterior.blocks[name][0]) == 1
+            found, tiny_part = dense_block(posterior.blocks[name]), 1e-9 * float(whole.norm())
+            assert_close(found, expected[name], rtol=1e-5, atol=tiny_part)
 
 
 # -------------------------------------------------------------------------------------------- Assembly: a spy on a run
