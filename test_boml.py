@@ -1400,11 +1400,12 @@ def spied_run(method, tmp_path, monkeypatch, seed=0, cfg=None, iterations=(4, 10
         moved = [optimiser.state[p]["step"].item() for g in optimiser.param_groups for p in g["params"]]
         steps.append(SimpleNamespace(
             stage=run.stage, i=run.iteration, batch=batch, before=before, after={n: v.detach().clone() for n, v in theta.items()},
+            grads={n: v.grad.clone() for n, v in theta.items()},
             rates=[g["lr"] for g in optimiser.param_groups], kind=type(optimiser), counts=set(moved), noise=[noise(m).initial_seed() for m in range(3)]))
         return loss
 
     def absorb(self, theta, data, rng):
-        absorbed.append((data.name, {n: v.detach().clone() for n, v in theta.items()}))
+        absorbed.append((data.name, {n: v.detach().clone() for n, v in theta.items()}, rng.initial_seed()))
         return real_absorb(self, theta, data, rng)
 
     monkeypatch.setattr(boml, "meta_step", step)
@@ -1443,8 +1444,11 @@ def test_newest_dataset_alone_is_trained_on(method, tmp_path, monkeypatch):
 
 
 def test_everything_is_trained_on_evenly(tmp_path, monkeypatch):
-    """Train-On-Everything gives each dataset so far its equal share of a stage as long as all stages so far together."""
+    """Train-On-Everything gives each dataset so far its equal share of a stage as long as all stages so far together,
+    and draws new tasks every time."""
     _, steps, _, _ = spied_run("toe", tmp_path, monkeypatch)
+    tasks = [(d.name, *task.flatten().tolist()) for step in steps for d, index in step.batch for task in index]
+    assert len(set(tasks)) == len(tasks)
     for stage, J in enumerate((4, 14, 19)):
         mine = [step for step in steps if step.stage == stage]
         seen = Counter(d.name for step in mine for d, index in step.batch for _ in index)
@@ -1486,9 +1490,16 @@ def test_rates_follow_table_2(method, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", boml.METHODS)
 def test_optimiser_is_new_at_every_stage(method, tmp_path, monkeypatch):
-    """Each stage begins with a new Adam, which then counts its updates."""
+    """Each stage begins with a new Adam, which then counts its updates; each update is Adam's as it was published."""
     _, steps, _, _ = spied_run(method, tmp_path, monkeypatch)
     assert all(step.counts == {step.i + 1} for step in steps)
+    one, two = {}, {}
+    for step in steps:
+        for n, g in step.grads.items():
+            m, v = (moments[n] for moments in (one, two)) if step.i else (0.0, 0.0)
+            one[n], two[n] = m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            m, v = m / (1 - 0.9 ** (step.i + 1)), v / (1 - 0.999 ** (step.i + 1))
+            assert_close(step.after[n], step.before[n] - step.rates[0] * m / (v.sqrt() + 1e-8), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("method", boml.METHODS)
@@ -1507,10 +1518,13 @@ def test_stage_starts_where_the_last_ended(method, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", boml.METHODS)
 def test_seeds_start_apart(method, tmp_path, monkeypatch):
-    """Another seed has another start and other tasks."""
-    one, two = (spied_run(method, tmp_path / str(seed), monkeypatch, seed, iterations=(1, 1, 1))[1][0] for seed in (0, 1))
+    """Another seed has another start, other tasks, other noise, and other tasks for its curvature at every stage."""
+    runs = [spied_run(method, tmp_path / str(seed), monkeypatch, seed, iterations=(1, 1, 1)) for seed in (0, 1)]
+    one, two = (steps[0] for _, steps, _, _ in runs)
     assert not torch.equal(one.before["conv1.weight"], two.before["conv1.weight"])
     assert not torch.equal(one.batch[0][1], two.batch[0][1])
+    assert not set(one.noise) & set(two.noise)
+    assert len({seed for _, _, absorbed, _ in runs for _, _, seed in absorbed}) == 6
 
 
 def test_noise_is_never_the_same(tmp_path, monkeypatch):
@@ -1524,10 +1538,23 @@ def test_noise_is_never_the_same(tmp_path, monkeypatch):
 def test_each_dataset_is_absorbed_when_it_is_learned(method, tmp_path, monkeypatch):
     """At the end of each stage its own dataset is absorbed, once, at the parameters just reached."""
     sequence, steps, absorbed, _ = spied_run(method, tmp_path, monkeypatch)
-    assert [name for name, _ in absorbed] == [d.name for d in sequence]
+    assert [name for name, _, _ in absorbed] == [d.name for d in sequence]
     ends = [max((s for s in steps if s.stage == stage), key=lambda s: s.i).after for stage in range(3)]
-    for (_, at), end in zip(absorbed, ends):
+    for (_, at, _), end in zip(absorbed, ends):
         assert all(torch.equal(at[n], end[n]) for n in end)
+
+
+def test_rows_are_of_the_dataset_that_they_name(tmp_path):
+    """A row of the record has the scores of the dataset that it names, evaluated with that one's own alpha and k."""
+    sequence = [toy_data(0, iterations=2), toy_data(1, iterations=2, name="cifar_fs", eval_steps=4)]
+    cfg = toy_config(way=3, eval_tasks=4)
+    run = new_run(tmp_path, "maml", cfg, sequence)
+    run.resume()
+    assert run.go()
+    rows = {row["evaluated"]: row for row in rows_of(tmp_path / "record.jsonl")}  # the last of each dataset
+    for data in sequence:
+        scores = boml.evaluate(run.theta, run.posterior, data, cfg, 0)
+        assert {key: rows[data.name][key] for key in scores} == scores
 
 
 # -------------------------------------------------------------------------------------------- Assembly: the tables
