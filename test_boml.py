@@ -1189,8 +1189,10 @@ def moved_on(method, data, cfg):
     at the second absorbing."""
     theta = boml.init_params(cfg, torch.Generator().manual_seed(3))
     posterior = boml.METHODS[method].posterior(cfg, theta)
-    wander(theta, 5)
-    posterior.absorb(theta, data, torch.Generator().manual_seed(4))
+    for seed in (4, 5):
+        wander(theta, seed)
+        wander(getattr(posterior, "logvar", {}), seed)
+        posterior.absorb(theta, data, torch.Generator().manual_seed(seed))
     then = {n: v.detach().clone() for n, v in theta.items()}
     then_logvar = {n: v.detach().clone() for n, v in getattr(posterior, "logvar", {}).items()}
     wander(theta, 6)
@@ -1588,6 +1590,7 @@ def test_paper_schedule_is_table_3():
     assert name == "omniglot_alphabets" and s.iterations == 50
     assert (cfg.way, cfg.shot, cfg.query, cfg.channels, cfg.filters) == (5, 5, 15, 1, 64)
     assert (cfg.meta_batch, cfg.mc_samples, cfg.outer_rate, cfg.eval_tasks, cfg.initial_logvar) == (1, 5, 0.001, 100, -10.0)
+    assert (cfg.hessian_tasks, cfg.tasks) == (1, 230)  # the paper's 254 tasks less 24 incomplete ones
     assert (s.inner_steps, s.inner_rate, s.decay, s.eval_steps, s.rotate) == (5, 0.1, (), 10, False)
     assert {job.method: job.cfg.past_weight for job in args.todo}["bomla"] == 0.01
 
@@ -1608,6 +1611,7 @@ def test_defaults():
     cfg = boml.Config()
     assert (cfg.averaging, cfg.jacobian_rate, cfg.merge_rank, cfg.exact_labels, cfg.support_hessian) == ("averages", None, 1, False, False)
     assert (cfg.first_variance, cfg.kl_weight, cfg.split) == (1.0, "authors", "test")
+    assert (cfg.past_weight, cfg.logvar_rate, cfg.eval_every) == (100.0, 0.001, 500)
 
 
 def test_initialisation():
@@ -1667,6 +1671,17 @@ def test_task_sequence_is_shuffled_by_the_seed(tmp_path):
     first, again, other = ([(t.name, t.splits["train"].tolist()) for t in boml.task_sequence(data, cfg, s)[0]] for s in (0, 0, 1))
     assert first == again and [n for n, _ in first] != [n for n, _ in other] != sorted(n for n, _ in other)
     assert any(c != sorted(c) for _, c in first) and dict(first)["Latin 1"] != dict(other)["Latin 1"]
+
+
+def test_seed_of_a_run_orders_its_tasks(fake_data, tmp_path, monkeypatch):
+    """Runs of the Omniglot sequence with different seeds meet different tasks, or the same ones in another order."""
+    line = f"omniglot --methods maml --seeds 0,1 --shot 1 --query 2 --data {fake_data} --out {tmp_path}"
+    args, met = boml.parse(line.split()), []
+    characters = lambda run: [task.splits["train"].tolist() for task in run.sequence]
+    monkeypatch.setattr(boml.Run, "go", lambda run: met.append(characters(run)))
+    for job in args.todo:
+        boml.work(args, job, None)
+    assert len(met) == 2 and met[0] != met[1]
 
 
 # -------------------------------------------------------------------------------------------- Assembly: prediction and scores
@@ -1884,6 +1899,25 @@ def test_other_device_equals_cpu(method, kind):
     """On another device a run, stopped and resumed, ends as an unbroken one on the CPU; no step of it copies or waits,
     and nothing mixes devices."""
     assert not (failure := failures_on(kind)[method]), failure
+
+
+class OnGpu(torch.Tensor):
+    """A tensor, and all that is computed from it, that says it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+@settings(max_examples=3)
+@given(seeds, st.integers(1, 2))
+def test_meta_gradient_as_on_a_gpu(seed, steps):
+    """Where images say that they are on a GPU, another convolution and other chunks give the same loss and gradient."""
+    theta, batch = toy_batch(seed, 3)
+    loss, grads = boml.meta_gradient(theta, batch, rates(0.4, 0.1, 0.2), steps, 0.5)
+    batch = [part.as_subclass(OnGpu) for part in batch]
+    gpu_loss, gpu_grads = boml.meta_gradient(theta, batch, rates(0.4, 0.1, 0.2), steps, 0.5)
+    assert_close(gpu_loss.as_subclass(torch.Tensor), loss, rtol=1e-8)
+    for g, e in zip(gpu_grads, grads, strict=True):
+        assert_close(g.as_subclass(torch.Tensor), e, rtol=1e-6, atol=1e-9)
 
 
 def test_values_for_each_dataset_arrive_in_order(tmp_path):
