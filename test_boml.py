@@ -1245,7 +1245,8 @@ def plain_objective(method, theta, posterior, then, then_logvar, batch, cfg, noi
 def test_step_is_the_gradient_of_the_whole_objective(method, seed):
     """What reaches the optimiser is the gradient of the objective written out plainly: two datasets with their own alpha
     and k in the meta-batch, a posterior that has absorbed twice, theta moved in place each time."""
-    cfg = toy_config(meta_batch=3, way=3, shot=2, query=3, channels=1, past_weight=3.0, kl_weight=0.01)
+    cfg = toy_config(meta_batch=3, way=3, shot=2, query=3, channels=1, past_weight=3.0, kl_weight=0.01,
+                     initial_logvar=-3.0)  # wide: noise counts, and the KL does not drown the rest
     one = toy_data(seed, least=6, inner_rate=0.4, inner_steps=1)
     two = toy_data(seed + 1, least=6, inner_rate=0.1, inner_steps=3, eval_steps=7, name="cifar_fs")
     theta, posterior, then, then_logvar = moved_on(method, one, cfg)
