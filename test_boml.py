@@ -1472,8 +1472,10 @@ def test_buffer_holds_all_tasks_so_far(tmp_path, monkeypatch):
         assert len(seen[data.name]) == data.setting.iterations * cfg.meta_batch
     counts = np.array([n for counter in seen.values() for n in counter.values()])
     assert abs(counts / 6000 - 1 / 57).max() < 6 * (1 / 57 / 6000) ** 0.5
-    later = {str(t.tolist()) for step in steps for d, index in step.batch for t in index if d.name == "omniglot" and step.stage}
-    assert later <= set(seen["omniglot"])
+    for stage in range(3):
+        mine = [(d.name, str(t.tolist())) for s in steps if s.stage == stage for d, index in s.batch for t in index]
+        assert {name for name, _ in mine} == {d.name for d in sequence[: stage + 1]}
+        assert all(task in seen[name] for name, task in mine)
 
 
 @pytest.mark.parametrize("method", boml.METHODS)
