@@ -1906,25 +1906,6 @@ def test_other_device_equals_cpu(method, kind):
     assert not (failure := failures_on(kind)[method]), failure
 
 
-class OnGpu(torch.Tensor):
-    """A tensor, and all that is computed from it, that says it is on a GPU."""
-
-    device = property(lambda self: torch.device("cuda"))
-
-
-@settings(max_examples=3)
-@given(seeds, st.integers(1, 2))
-def test_meta_gradient_as_on_a_gpu(seed, steps):
-    """Where images say that they are on a GPU, another convolution and other chunks give the same loss and gradient."""
-    theta, batch = toy_batch(seed, 3)
-    loss, grads = boml.meta_gradient(theta, batch, rates(0.4, 0.1, 0.2), steps, 0.5)
-    batch = [part.as_subclass(OnGpu) for part in batch]
-    gpu_loss, gpu_grads = boml.meta_gradient(theta, batch, rates(0.4, 0.1, 0.2), steps, 0.5)
-    assert_close(gpu_loss.as_subclass(torch.Tensor), loss, rtol=1e-8)
-    for g, e in zip(gpu_grads, grads, strict=True):
-        assert_close(g.as_subclass(torch.Tensor), e, rtol=1e-6, atol=1e-9)
-
-
 def test_values_for_each_dataset_arrive_in_order(tmp_path):
     """Of several values of --iterations, --inner-rate, --inner-steps and --eval-steps each dataset gets its own."""
     for j, name in enumerate(("omniglot", "cifar_fs")):
