@@ -22,6 +22,7 @@ Problems", ICML 2021, in one module to read from top to bottom with the paper at
     Algorithms 1, 2      Run.go                         one dataset after another
     Tables 1 to 3        Config, DATASETS, EXPERIMENTS
 
+The method ends with Run.go; what follows keeps runs safe, reports, and reads the command line.
 Run it with `bash run.sh triathlon`, or with `python boml.py triathlon` if data/ is there.
 
 Symbols: a task has N classes ("way"), each with K support and Q query images ("shot", "query").
@@ -568,11 +569,13 @@ def start_ranks(device, fewest):
     """Join the other processes; every one needs a task, and `fewest` are dealt out at a time."""
     need(RANKS <= fewest, f"{RANKS} processes are too many for {fewest} tasks of an evaluation or "
          "a curvature.")
+    backend, gpu = "gloo", None
     if device == "cuda":
         gpus = torch.cuda.device_count()
         need(LOCAL_RANK < gpus, f"torchrun starts more processes than the {gpus} GPUs here.")
         torch.cuda.set_device(LOCAL_RANK)
-    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+        backend, gpu = "cpu:gloo,cuda:nccl", torch.device("cuda", LOCAL_RANK)
+    torch.distributed.init_process_group(backend, device_id=gpu)
     sys.stdout = open(os.devnull, "w") if RANK else sys.stdout
 
 
@@ -1846,7 +1849,8 @@ def child(args, job, slot):
             print(f"{job.name}: {done:.0%}, ends {end}", file=sys.stderr, flush=True)
         return bool(asked) or not multiprocessing.parent_process().is_alive()
 
-    one_sentence(work, args, job, progress)
+    if not one_sentence(work, args, job, progress):
+        sys.exit(130)  # stopped
 
 
 def side_by_side(args, show):
@@ -1912,7 +1916,8 @@ def main(argv):
             print(f"\n{report(folder, facts['settings'])}", flush=True)
 
     if TORCHRUN:
-        failed = [job.name for job in args.todo if not work(args, job, lambda done: False)]
+        for job in args.todo:
+            work(args, job, lambda done: False)
         show()
         torch.distributed.barrier()
         sys.stdout.flush()
@@ -1927,7 +1932,7 @@ def one_sentence(function, *args):
     for output in (sys.stdout, sys.stderr):
         output.reconfigure(errors="backslashreplace")  # names that the terminal cannot show
     try:
-        function(*args)
+        return function(*args)
     except (Problem, OSError, MemoryError, RuntimeError) as problem:
         if isinstance(problem, RuntimeError) and "memory" not in str(problem):
             raise  # an error of the program
