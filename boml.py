@@ -22,7 +22,7 @@ Problems", ICML 2021, in one module to read from top to bottom with the paper at
     Algorithms 1, 2      Run.go                         one dataset after another
     Tables 1 to 3        Config, DATASETS, EXPERIMENTS
 
-The method ends with Run.go; what follows keeps runs safe, reports, and reads the command line.
+The method ends with Run.go; checkpoints, report and command line follow.
 Run it with `bash run.sh triathlon`, or with `python boml.py triathlon` if data/ is there.
 
 Symbols: a task has N classes ("way"), each with K support and Q query images ("shot", "query").
@@ -84,14 +84,13 @@ def brief(error):
 
 
 def option(default, text: str, low=None, choices=None):
-    """A field of Config: its default, help text, smallest value or choices."""
+    """A field of Config. Its smallest value is `low`, else 1 for an int and 0 for a float."""
     return dataclasses.field(default=default, metadata=dict(help=text, low=low, choices=choices))
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a researcher may want to change. The defaults are the paper's (Table 1), except where a
-    help text names the paper's value."""
+    """The defaults are the paper's (Table 1), except where a help text names the paper's value."""
 
     way: int = option(5, "N, classes per task", 2)
     shot: int = option(1, "K, support images per class")
@@ -103,22 +102,21 @@ class Config:
     eval_tasks: int = option(100, "tasks per evaluation of a dataset")
     eval_every: int = option(500, "iterations between evaluations")
     split: str = option("test", "classes to evaluate on", choices=("test", "val"))
-    past_weight: float = option(100.0, "lambda, weight of each past dataset, one or several; BomVI "
-                                "has 1 by default", 1e-9)
+    past_weight: float = option(100.0, "lambda, one or several; BomVI has 1 by default", 1e-9)
     hessian_tasks: int = option(5000, "tasks for a dataset's curvature (BomLA)")
-    averaging: str = option("averages", "over tasks: of factors; the paper has products of factors "
-                            "(BomLA)", choices=("averages", "products"))
+    averaging: str = option("averages", "product of averages over tasks, or average of products as "
+                            "in the paper (BomLA)", choices=("averages", "products"))
     jacobian_rate: float | None = option(None, "rate in the adaptation's Jacobian, if not alpha; "
-                                         "the paper has 1, 0 is no Jacobian (BomLA)")
+                                         "the paper has 1 (BomLA)")
     merge_rank: int = option(1, "Kronecker pairs kept per layer; 0 keeps all (BomLA)", 0)
-    exact_labels: bool = option(False, "expectation over labels in the Fisher, not a draw (BomLA)")
+    exact_labels: bool = option(False, "Fisher by all labels, not one draw (BomLA)")
     support_hessian: bool = option(False, "add the support loss's curvature (BomLA)")
     mc_samples: int = option(20, "S, Monte Carlo samples (BomVI)")
     initial_logvar: float = option(-10.0, "initial log-variance; the paper has -5 (BomVI)", -99)
     first_variance: float = option(1.0, "variance of the first prior (BomVI)", 1e-9)
     logvar_rate: float = option(0.001, "learning rate of the log-variances (BomVI)")
-    kl_weight: float | str = option("authors", "weight of the KL: paper, 1/(N Q) as in Eq. 14; "
-                                    "authors, 1/48000; or a number (BomVI)")
+    kl_weight: float | str = option("authors", "weight of the KL: paper, 1/(N Q); authors, "
+                                    "1/48000; or a number (BomVI)")
     tasks: int = option(230, "tasks in the Omniglot sequence")
 
     def __post_init__(self):
@@ -135,7 +133,7 @@ class Setting(NamedTuple):
     inner_steps: int  # k in meta-training
     eval_steps: int  # k in meta-evaluation
     decay: tuple[float, ...] = ()  # at these fractions of J the outer rate falls to a tenth
-    stand_in: str = ""  # the generated dataset that can take its place
+    stand_in: str = ""  # its generated replacement
     rotate: bool = False  # every 90 degree rotation of a class is a separate class
     iterations: int = 5000  # J
 
@@ -151,13 +149,13 @@ DATASETS = {
 }
 DATASETS |= {s.stand_in: s._replace(stand_in="", rotate=False) for s in DATASETS.values()}
 OWN = Setting(0.1, 5, 10, (0.5,))  # for a folder of one's own images
-PER_DATASET = ("iterations", "inner_rate", "inner_steps", "eval_steps")  # may differ by dataset
+PER_DATASET = ("iterations", "inner_rate", "inner_steps", "eval_steps")  # options
 
 
 class Experiment(NamedTuple):
     sequence: tuple[str, ...]
-    cpu: dict = {}  # where it differs from the cpu schedule
-    every: dict = {}  # and where from all schedules
+    cpu: dict = {}  # overrides the cpu schedule
+    every: dict = {}  # overrides all schedules
     past_weight: dict = {"bomla": 100.0, "bomvi": 1.0}  # lambda
 
 
@@ -175,9 +173,9 @@ EXPERIMENTS = {
 }
 SCHEDULES = {
     "paper": dict(iterations=(5000,)),
-    # The same network, alpha, k, Adam and iterations, with fewer tasks, images and samples.
+    # Fewer tasks, query images and samples.
     "long": dict(iterations=(5000,), query=5, meta_batch=4, hessian_tasks=1000, mc_samples=1),
-    # And with fewer iterations.
+    # And fewer iterations.
     "cpu": dict(iterations=(300,), query=5, meta_batch=4, eval_every=450, hessian_tasks=100,
                 mc_samples=1, logvar_rate=0.005),
 }
@@ -187,7 +185,7 @@ SCHEDULES = {
 # (n,), classes: names, split: "train", "val" or "test" of each, origin: "real" or "generated", ...
 
 SPLITS = ("train", "val", "test")
-Image.MAX_IMAGE_PIXELS = None  # read_image has a limit of its own, with a clearer message
+Image.MAX_IMAGE_PIXELS = None  # read_image has its own limit
 
 
 class Dataset(NamedTuple):
@@ -196,10 +194,10 @@ class Dataset(NamedTuple):
     classes: list[str]
     setting: Setting
     images: Tensor  # (n, C, 28, 28) uint8, on the device; None if the images are gone
-    rows: Tensor  # (classes, most): the indices of each class's images, padded with -1
+    rows: Tensor  # (classes, most): indices of each class's images, padded with -1
     splits: dict[str, Tensor]  # train, val, test: indices of classes
     checksum: str = ""
-    alphabet: Tensor | None = None  # (classes,) if the classes of a task must share an alphabet
+    alphabet: Tensor | None = None  # (classes,) where a task must be of one alphabet
 
 
 def read_npz(path: Path) -> list:
@@ -217,14 +215,13 @@ def read_npz(path: Path) -> list:
              and set(split.tolist()) <= set(SPLITS), "its arrays do not fit together")
         return arrays
     except FileNotFoundError:
-        raise Problem(f"{path} is not there; {make}, or let generated datasets stand in for "
-                      "missing ones with --generated.")
+        raise Problem(f"{path} is not there; {make}, or use --generated.")
     except Exception as error:  # NumPy raises almost anything on bad bytes
         raise Problem(f"{path} is damaged ({brief(error)}); delete it and {make}.")
 
 
 def read_image(path: Path, folder: Path, channels: int) -> np.ndarray:
-    """A picture as 28x28 bytes: turned as its EXIF tag says, its transparent parts white."""
+    """A picture as 28x28 bytes, upright by its EXIF tag, transparent parts white."""
     inside = path.is_file() and path.resolve().is_relative_to(folder.resolve())
     need(inside, f"{path} is not a regular file inside {folder}; remove it.")
     try:
@@ -240,8 +237,7 @@ def read_image(path: Path, folder: Path, channels: int) -> np.ndarray:
 
 
 def read_classes(path: Path, channels: int):
-    """The pictures path/<class>/<picture> as images, labels and class names; files of other kinds
-    are skipped and counted."""
+    """The pictures path/<class>/<picture> as images, labels and class names."""
     classes = sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != ".")
     images, labels, skipped = [], [], Counter()
     for c, name in enumerate(classes):
@@ -251,16 +247,15 @@ def read_classes(path: Path, channels: int):
                 labels.append(c)
             else:
                 skipped[file.suffix or file.name] += 1
-        need(c in labels, f"{path / name} holds no images that Pillow can read; each "
-             f"folder in {path} is a class.")
+        need(c in labels, f"{path / name} holds no images that Pillow can read; add some.")
     for kind, count in skipped.items():
         print(f"{path}: {kind}: {count} file(s) skipped, Pillow cannot read them")
     return np.array(images), np.array(labels), classes
 
 
 def read_folder(path: Path, cfg: Config) -> list:
-    """One's own pictures as the arrays of a packed dataset: a fifth of the classes, at least N, are
-    for test, up to a sixth for validation; which ones depends on their names alone."""
+    """One's own pictures as the arrays of read_npz: a fifth of the classes, at least N, are for
+    test, up to a sixth for validation, chosen by their names alone."""
     images, labels, classes = read_classes(path, cfg.channels)
     n, test = len(classes), max(len(classes) // 5, cfg.way)
     need(n >= 2 * cfg.way, f"{path} has {n} class folders; --way {cfg.way} needs {2 * cfg.way}; "
@@ -275,34 +270,34 @@ def read_folder(path: Path, cfg: Config) -> list:
 def load_dataset(name: str, setting: Setting, folder: Path, cfg: Config, device="cpu") -> Dataset:
     """data/<name>.npz, or one's own folder of class folders."""
     packed = name in DATASETS
-    need(packed or name and Path(name).is_dir(), f"{name!r} is neither a folder nor one of "
-         f"{', '.join(DATASETS)}.")
+    sentence = f"{name!r} is neither a folder nor one of {', '.join(DATASETS)}."
+    need(packed or name and Path(name).is_dir(), sentence)
     arrays = read_npz(folder / f"{name}.npz") if packed else read_folder(Path(name), cfg)
     images, labels, classes, split, (kind, *_) = arrays
     checksum = hashlib.md5(b"".join(a.tobytes() for a in arrays[:4])).hexdigest()[:8]
     count = np.bincount(labels)
     rows = np.full((len(classes), count.max()), -1)
     rows[np.arange(count.max()) < count[:, None]] = np.argsort(labels, kind="stable")  # by class
-    rows, classes = torch.from_numpy(rows), classes.tolist()
-    images = torch.from_numpy(images.reshape(len(images), 28, 28, -1)).permute(0, 3, 1, 2)
-    splits = {s: torch.from_numpy(np.flatnonzero(split == s)) for s in SPLITS}
+    images = images.reshape(len(images), 28, 28, -1).transpose(0, 3, 1, 2)
+    splits = {s: np.flatnonzero(split == s) for s in SPLITS}
     if setting.rotate:
-        rows = torch.cat([torch.where(rows < 0, -1, rows + r * len(images)) for r in range(4)])
-        splits = {s: torch.cat([c + r * len(classes) for r in range(4)]) for s, c in splits.items()}
-        images = torch.cat([images.rot90(r, (2, 3)) for r in range(4)])
+        rows = np.vstack([np.where(rows < 0, -1, rows + r * len(images)) for r in range(4)])
+        splits = {s: np.hstack([c + r * len(classes) for r in range(4)]) for s, c in splits.items()}
+        images = np.vstack([np.rot90(images, r, (2, 3)) for r in range(4)])
         classes = [f"{c} turned {90 * r}" for r in range(4) for c in classes]
-    splits = {s: c.to(device) for s, c in splits.items()}
-    return Dataset(Path(name).resolve().name, str(kind), classes, setting, images.to(device),
-                   rows.to(device), splits, checksum)
+    splits = {s: torch.from_numpy(c).to(device) for s, c in splits.items()}
+    images, rows = (torch.from_numpy(a).to(device) for a in (images, rows))
+    name = Path(name).resolve().name
+    return Dataset(name, str(kind), list(classes), setting, images, rows, splits, checksum)
 
 
 def check_dataset(data: Dataset, cfg: Config):
     """Refuse one that cannot yield the tasks of cfg."""
     colours, count = data.images.shape[1], (data.rows >= 0).sum(1)
     need(colours in (1, cfg.channels), f"{data.name} needs --channels {colours}.")
-    need(count.min() >= cfg.shot + cfg.query, f"{data.name} has a class of {count.min()} images, "
-         f"{data.classes[count.argmin()]}, too few for --shot {cfg.shot} and --query {cfg.query}; "
-         "lower them.")
+    need(count.min() >= cfg.shot + cfg.query, f"{data.name}'s {data.classes[count.argmin()]} "
+         f"has {count.min()} images, too few for --shot {cfg.shot} and --query {cfg.query}; lower "
+         "them.")
     n = min(len(data.splits["train"]), len(data.splits[cfg.split]))
     need(n >= cfg.way, f"{data.name} has {n} classes for training or {cfg.split}, too few for "
          f"--way {cfg.way}; use {n} or fewer.")
@@ -312,7 +307,7 @@ def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset],
     """The Omniglot sequence: tasks that arrive one by one, each a dataset; and what to evaluate on.
 
     Classes are named alphabet/character. Alphabets come in random order, cut into tasks of N
-    characters; tasks to evaluate on have their characters from one unseen alphabet too.
+    characters; a task to evaluate on is of one unseen alphabet.
     DIFFERS: an alphabet's last, incomplete task is left out, 24 of the paper's 254.
     """
     rng, tasks, N = np.random.default_rng(seed), [], cfg.way
@@ -329,9 +324,9 @@ def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset],
     training = alphabets("train")
     for a in rng.permutation(list(training)):
         characters = rng.permutation(training[a])
-        for k in range(len(characters) // N):
-            chosen = index(characters[k * N : (k + 1) * N])
-            tasks.append(data._replace(name=f"{names[a]} {k + 1}", splits={"train": chosen}))
+        for n in range(len(characters) // N):
+            chosen = index(characters[n * N : (n + 1) * N])
+            tasks.append(data._replace(name=f"{names[a]} {n + 1}", splits={"train": chosen}))
     unseen = {s: index([c for part in alphabets(s).values() for c in part]) for s in SPLITS[1:]}
     need(tasks and len(unseen[cfg.split]), f"no alphabet has {N} characters; lower --way.")
     judge = data._replace(name="unseen alphabets", splits=unseen, alphabet=index(number))
@@ -345,10 +340,7 @@ def stream(device, *key) -> torch.Generator:
 
 
 def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Tensor:
-    """Indices of images (T, N, K+Q): a random choice of classes for each task, then of images.
-
-    The top k of uniform numbers are a random choice in random order.
-    """
+    """Indices of images (T, N, K+Q). The top k of uniform numbers are k random ones."""
     device, classes = data.images.device, data.splits[split]
     u = torch.rand(tasks, len(classes), generator=rng, device=device)
     if data.alphabet is not None:  # only the alphabet of the class that comes first
@@ -418,26 +410,26 @@ def patches(x: Tensor, T: int) -> Tensor:
 
 
 class Norm(torch.autograd.Function):
-    """Batch norm of the rows of x (T*C, B*H*W), scale and shift (T*C, 1), for a GPU: with two
-    derivatives it takes 44 kernels; F.batch_norm takes 102, which were half of a meta-step's."""
+    """Batch norm of the rows of x (T*C, B*H*W) with scale w and shift b (T*C, 1), for a GPU: with
+    two derivatives 44 kernels, where F.batch_norm takes 102, half of a meta-step's."""
 
     @staticmethod
     def forward(ctx, x, w, b):
         y, _, r = torch.native_layer_norm(x, x.shape[1:], None, None, 1e-5)
         ctx.save_for_backward(y, r, w)
         ctx.set_materialize_grads(False)
-        return torch.addcmul(b, y, w), y, r  # the latter, so that `backward` has a derivative too
+        return torch.addcmul(b, y, w), y, r  # y and r, so that `backward` has a derivative too
 
     @staticmethod
     def backward(ctx, g, g_y, g_r):
-        (y, r, w), M = ctx.saved_tensors, g.shape[1]
+        (y, r, w), n = ctx.saved_tensors, g.shape[1]
         g_w, g_b = (g * y).sum(1, keepdim=True), g.sum(1, keepdim=True)
         if g_y is None:
-            return torch.sub(g, torch.addcmul(g_b, y, g_w), alpha=1 / M) * (w * r), g_w, g_b
-        g = torch.addcmul(g_y, g, w)  # in y; r, the inverse deviation, falls by r^2 y / M with x
+            return torch.sub(g, torch.addcmul(g_b, y, g_w), alpha=1 / n) * (w * r), g_w, g_b
+        g = torch.addcmul(g_y, g, w)  # in y; r, the inverse deviation, has slope -r^2 y / n in x
         slope = torch.addcmul((g * y).sum(1, keepdim=True), g_r, r)
         mean = torch.addcmul(g.sum(1, keepdim=True), y, slope)
-        return torch.sub(g, mean, alpha=1 / M) * r, g_w, g_b
+        return torch.sub(g, mean, alpha=1 / n) * r, g_w, g_b
 
 
 def layer(p: Params, name: str, x: Tensor, second_order=False) -> Tensor:
@@ -459,17 +451,17 @@ def layer(p: Params, name: str, x: Tensor, second_order=False) -> Tensor:
 
 
 def first_block(p: Params, x: Tensor) -> Tensor:
-    """conv1, norm1 and max-pool as one matrix product: saves 7 to 20 % of a meta-step.
+    """conv1 and norm1 as one matrix product, then max-pool: saves 7 to 20 % of a meta-step.
 
-    Centred patches have a covariance V, so filter w's output has variance w'Vw: batch norm folds
-    into a scale of the filter, and its bias can wait until after the pool.
+    Centred patches have covariance V, so filter w's output has variance w'Vw: batch norm folds
+    into a scale of the filter; its shift is added after the pool.
     """
     w = p["conv1.weight"].flatten(2)  # (T, O, 9C)
     T, (B, _, H, W) = len(w), x.shape
     u = patches(x, T)
     u -= u.mean(2, keepdim=True)
-    covariance = u @ u.mT / u.shape[2]
-    scale = p["norm1.weight"] * (((w @ covariance) * w).sum(2) + 1e-5).rsqrt()  # (T, O)
+    V = u @ u.mT / u.shape[2]  # (T, 9C, 9C)
+    scale = p["norm1.weight"] * (((w @ V) * w).sum(2) + 1e-5).rsqrt()  # (T, O)
     h = (u.mT @ (w * scale[..., None]).mT).view(T * B, H, W, -1).permute(0, 3, 1, 2)
     h = F.max_pool2d(h, 2)
     if h.requires_grad:  # a gradient in another layout would make the pool copy all of its input
@@ -481,8 +473,8 @@ def first_block(p: Params, x: Tensor) -> Tensor:
 def network(p: Params, x: Tensor, apply=layer, second_order=False) -> Tensor:
     """Logits (T, B, N) of T networks, each on its own images x (T, B, C, 28, 28).
 
-    `apply` can stand in for `layer`, to watch the layers or to add noise. If a second derivative
-    follows, channels-last, otherwise the faster layout, is slow.
+    `apply` replaces `layer`, to watch the layers or to add noise. Channels-last is the faster
+    layout, but not with second derivatives.
     """
     T, layout = len(x), torch.contiguous_format if second_order else torch.channels_last
     x = x.transpose(0, 1).flatten(1, 2).contiguous(memory_format=layout)  # (B, T*C, 28, 28)
@@ -539,8 +531,8 @@ def meta_gradient(theta: Params, batch, alpha, k, support_weight, net=network):
     """Sum over tasks of L(adapted, query) + support_weight L(theta, support), and its true,
     second-order gradient. support_weight 0 gives Eq. 2, K/Q the likelihoods of Eq. 8.
 
-    Two parts save memory: first dL/d(adapted), a few tasks at a time with nothing kept; then one
-    backward pass through the adaptation of all tasks, with that as the cotangent.
+    To save memory, first dL/d(adapted), a few tasks at a time; then, with that as the cotangent,
+    one backward pass through the adaptation of all tasks.
     """
     x_s, y_s, x_q, y_q = batch
     T, cotangents = len(x_s), []
@@ -566,9 +558,9 @@ RANK, RANKS, LOCAL_RANK = (int(os.environ[name]) if TORCHRUN else default for na
 
 
 def start_ranks(device, fewest):
-    """Join the other processes; every one needs a task, and `fewest` are dealt out at a time."""
+    """Join the other processes; each needs a task of the `fewest` that are dealt out at a time."""
     need(RANKS <= fewest, f"{RANKS} processes are too many for {fewest} tasks of an evaluation or "
-         "a curvature.")
+         "a curvature; start fewer.")
     backend, gpu = "gloo", None
     if device == "cuda":
         gpus = torch.cuda.device_count()
@@ -593,16 +585,11 @@ def sum_over_ranks(values: list[Tensor]) -> list[Tensor]:
 
 
 def from_first_rank(content: bytes, device) -> bytes:
-    """What the first rank has, on all: the ranks need not share a disk."""
-    if RANKS == 1:
-        return content
-    size = torch.tensor([len(content)], device=device)
-    torch.distributed.broadcast(size, 0)
-    buffer = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if RANK == 0 and content:
-        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    torch.distributed.broadcast(buffer, 0)
-    return buffer.cpu().numpy().tobytes()
+    """The first rank's content: the ranks need not share a disk."""
+    box = [content]
+    if RANKS > 1:
+        torch.distributed.broadcast_object_list(box, device=device)
+    return box[0]
 
 
 def same_on_all_ranks(p: Params):
@@ -621,6 +608,7 @@ class Posterior:
     """What a method carries from dataset to dataset beside theta. For MAML and its kin: nothing."""
 
     decays = True  # the outer rate follows the dataset's schedule
+    carried: tuple[str, ...] = ()  # the attributes that a checkpoint holds
 
     def __init__(self, cfg: Config, theta: Params):
         self.cfg, self.support_weight = cfg, 0.0  # Eq. 2 has no support term
@@ -646,11 +634,10 @@ class Posterior:
         return {"": network(adapted, x).log_softmax(-1)}
 
     def state(self) -> dict:
-        """What a checkpoint holds of the posterior; `load` takes it back."""
-        return {}
+        return {name: getattr(self, name) for name in self.carried}
 
     def load(self, state: dict):
-        pass
+        vars(self).update({name: state[name] for name in self.carried})
 
 
 # ------------------------------------------------------------------------------------------ Laplace
@@ -673,14 +660,6 @@ def to_matrix(p: Params, name: str) -> Tensor:
     if name.startswith("conv"):
         return weight.flatten(1)
     return torch.cat([weight.view(len(weight), -1), p[f"{name}.bias"][:, None]], 1)
-
-
-def to_params(matrix: Tensor, name: str, like: Params) -> Params:
-    """The inverse of to_matrix."""
-    if name.startswith("conv"):
-        return {f"{name}.weight": matrix.view_as(like[f"{name}.weight"])}
-    weight = matrix[:, :-1].reshape(like[f"{name}.weight"].shape)
-    return {f"{name}.weight": weight, f"{name}.bias": matrix[:, -1]}
 
 
 def patch_gram(x: Tensor, T: int) -> Tensor:
@@ -849,6 +828,8 @@ def times(block: Block, D: Tensor) -> Tensor:
 class Laplace(Posterior):
     """BomLA: mean mu_t and precision Lambda_t = lambda H_t + Lambda_{t-1} (Eq. 29)."""
 
+    carried = "mean", "blocks"
+
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
         self.support_weight = cfg.shot / cfg.query
@@ -857,16 +838,16 @@ class Laplace(Posterior):
 
     def penalty(self, theta):
         """The last term of Eq. 8, 1/2 (theta - mu)' Lambda (theta - mu), and its gradient."""
-        value, grads = 0.0, {}
-        for name in layers_of(theta):
-            D = to_matrix(theta, name).detach() - to_matrix(self.mean, name)
+        value, matrices, grads = 0.0, [to_matrix(theta, name) for name in layers_of(theta)], []
+        for name, matrix in zip(layers_of(theta), matrices):
+            D = matrix.detach() - to_matrix(self.mean, name)
             # Lambda_0 has the authors' values. DIFFERS: times the identity, not a matrix of ones.
             product = D * (1e-2 if name.startswith("linear") else 1e-4)
             if name in self.blocks:
                 product = product + times(self.blocks[name], D)
             value = value + 0.5 * (D * product).sum()
-            grads |= to_params(product, name, theta)
-        return value, [grads[n] for n in theta]
+            grads.append(product)
+        return value, torch.autograd.grad(matrices, list(theta.values()), grads)
 
     def absorb(self, theta, data, rng):
         """Lines 12 to 16 of Algorithm 1: the new mean, and a curvature added to the precision."""
@@ -886,12 +867,6 @@ class Laplace(Posterior):
             block = (*block[:-1], block[-1] * cfg.past_weight)  # one factor of each product
             block = add_blocks(self.blocks[name], block) if name in self.blocks else block
             self.blocks[name] = merge(block, cfg.merge_rank)
-
-    def state(self):
-        return dict(mean=self.mean, blocks=self.blocks)
-
-    def load(self, state):
-        self.mean, self.blocks = state["mean"], state["blocks"]
 
 
 # -------------------------------------------------------------------------------------- Variational
@@ -953,6 +928,7 @@ class Variational(Posterior):
     """BomVI, Algorithm 2: Adam trains mean (theta) and log-variance, which are the next prior."""
 
     decays = False  # Table 2
+    carried = "logvar", "prior_mean", "prior_logvar"
 
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
@@ -1022,13 +998,6 @@ class Variational(Posterior):
                    for _ in range(self.cfg.mc_samples)]
         sampled = torch.stack(samples).logsumexp(0) - math.log(len(samples))
         return super().predict(adapted, x, rngs) | {"sampled_": sampled}
-
-    def state(self):
-        return dict(logvar=self.logvar, prior_mean=self.prior_mean, prior_logvar=self.prior_logvar)
-
-    def load(self, state):
-        self.logvar = state["logvar"]
-        self.prior_mean, self.prior_logvar = state["prior_mean"], state["prior_logvar"]
 
 
 # ------------------------------------------------------------------------------------------ Methods
