@@ -503,12 +503,12 @@ def spread(theta: Params, T: int) -> Params:
 
 
 def leaves(p: Params, part=slice(None)) -> Params:
-    """Detached copies, of some tasks, as leaf tensors."""
+    """The parameters of some tasks, cut from their graph, as leaf tensors."""
     return {n: v[part].detach().requires_grad_() for n, v in p.items()}
 
 
 def chunks(T: int, device) -> list[slice]:
-    """The tasks in each query pass: one on a CPU, so that it stays in cache; all on a GPU."""
+    """The tasks of each query pass: one on a CPU, to stay in cache; all on a GPU."""
     size = 1 if device.type == "cpu" else T
     return [slice(t, t + size) for t in range(0, T, size)]
 
@@ -553,8 +553,8 @@ def meta_gradient(theta: Params, batch, alpha, k, support_weight, net=network):
 # Under torchrun the tasks of a meta-batch, a curvature or an evaluation are dealt out to the ranks.
 
 TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # not RANK alone, which some clusters set
-RANK, RANKS, LOCAL_RANK = (int(os.environ[name]) if TORCHRUN else default for name, default in (
-    ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+_env = os.environ if TORCHRUN else dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
+RANK, RANKS, LOCAL_RANK = (int(_env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
 
 def start_ranks(device, fewest):
@@ -599,13 +599,13 @@ def same_on_all_ranks(p: Params):
 
 
 # --------------------------------------------------------------------------------------- Posteriors
-# Eqs. 8 and 14 sum log-likelihoods over images. Here they are divided by the N Q query images: a
-# mean over the query set plus K/Q times a mean over the support set. So is BomLA's precision, since
-# its Fisher is a mean over images; BomVI's KL has `kl_weight`.
+# Eqs. 8 and 14 sum log-likelihoods over images. Here they are divided by the N Q query images: the
+# mean over the query set plus K/Q times the mean over the support set. BomLA's precision fits that,
+# its Fisher being a mean over images; BomVI's KL has `kl_weight`.
 
 
 class Posterior:
-    """What a method carries from dataset to dataset beside theta. For MAML and its kin: nothing."""
+    """What a method carries from dataset to dataset beside theta: nothing, for MAML and its kin."""
 
     decays = True  # the outer rate follows the dataset's schedule
     carried: tuple[str, ...] = ()  # the attributes that a checkpoint holds
@@ -618,19 +618,19 @@ class Posterior:
         return [dict(params=list(theta.values()), lr=self.cfg.outer_rate)]
 
     def gradient(self, theta: Params, batch, alpha, k, rngs):
-        """The likelihoods' part of the objective, summed over tasks, and its gradient in all
-        parameters. `rngs` has a generator for each task."""
+        """The likelihoods, summed over tasks, and their gradient in all parameters. `rngs` has a
+        generator for each task."""
         return meta_gradient(theta, batch, alpha, k, self.support_weight)
 
     def penalty(self, theta: Params):
-        """The prior's part of the objective, and its gradient in all parameters."""
+        """The prior's part of the objective, and its gradient."""
         return 0.0, [0.0] * len(theta)
 
     def absorb(self, theta: Params, data: Dataset, rng):
-        """Update the posterior at the end of a dataset's stage."""
+        """The update at the end of a dataset's stage."""
 
     def predict(self, adapted: Params, x: Tensor, rngs) -> dict[str, Tensor]:
-        """Log-probabilities (T, B, N), keyed by the prefix of their scores in the record."""
+        """Log-probabilities (T, B, N), by the prefix of their scores in the record."""
         return {"": network(adapted, x).log_softmax(-1)}
 
     def state(self) -> dict:
@@ -642,13 +642,17 @@ class Posterior:
 
 # ------------------------------------------------------------------------------------------ Laplace
 # BomLA: theta ~ N(mean, precision^-1), the precision with a block for each layer. A block is a sum
-# of Kronecker products that is never formed: (A (x) G) vec(D) = vec(G D A') (Eq. 24), where the
-# matrix D (O, P) holds the layer's parameters, A is (P, P) and G is (O, O):
+# of Kronecker products that are never formed: (A (x) G) vec(D) = vec(G D A') (Eq. 24), where D
+# (O, P) holds the layer's parameters, A is (P, P) and G is (O, O):
 #   conv    D (O, 9C), in the order of F.unfold: channel, row, column
 #   linear  D (N, features + 1), the bias last
 #   norm    D (C, 2), scale and shift; the block is not a product but (C, 2, 2), one per channel
 
 Block = tuple[Tensor, ...]  # (A, G), with a leading axis where pairs are summed; or (blocks,)
+
+
+def filled(p: Params, value: float) -> Params:
+    return {n: torch.full_like(v, value) for n, v in p.items()}
 
 
 def layers_of(p: Params) -> list[str]:
@@ -667,7 +671,7 @@ def patch_gram(x: Tensor, T: int) -> Tensor:
 
     Entry (c, i, j), (c', i', j') sums x[c, p] x[c', p + d] over the locations p that cell (i, j) of
     the patch visits: it depends on d = (i' - i, j' - j) alone, but for the border. Cell 0 never
-    visits the last row and cell 2 never the first, which matters where i' = i. Columns likewise.
+    visits the last row, nor cell 2 the first, which matters where i' = i. Columns likewise.
     """
     C = x.shape[1] // T
     cell = torch.arange(3, device=x.device)
@@ -691,11 +695,11 @@ def patch_gram(x: Tensor, T: int) -> Tensor:
 def input_factor(name: str, x: Tensor, T: int) -> Tensor:
     """A (T, P, P): the input's outer products, summed over locations, mean over images."""
     if name.startswith("conv"):
-        if x[:, 0].numel() > 4 * 9 * x.shape[1] // T:  # many more patches than each is long
+        if x[:, 0].numel() > 4 * 9 * x.shape[1] // T:  # where it is faster: B*H*W > 4 * 9C
             return patch_gram(x, T) / len(x)
         u = patches(x, T)
         return u @ u.mT / len(x)
-    x = torch.cat([x, torch.ones_like(x[..., :1])], -1)  # (T, B, D+1)
+    x = torch.cat([x, torch.ones_like(x[..., :1])], -1)  # (T, B, features + 1)
     return x.mT @ x / x.shape[1]
 
 
@@ -703,7 +707,7 @@ def output_factor(name: str, x: Tensor, g: Tensor, T: int) -> Tensor:
     """G (T, O, O): the mean over images and locations of g g', where g is the output's gradient.
 
     Batch norm: (T, C, 2, 2), the outer product of the batch's summed gradient in (scale, shift),
-    divided by B. (Image by image would be wrong: the statistics mix the losses of all images.)
+    over B: its statistics mix the images, so each image alone would be wrong.
     """
     if name.startswith("conv"):
         g = g.unflatten(1, (T, -1)).permute(1, 2, 0, 3, 4).flatten(2)  # (T, O, B*H*W)
@@ -720,7 +724,8 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> 
 
     Labels are the model's own, never the data's: one draw, by uniform numbers u (T, B); or `exact`,
     the expectation, by N gradients sqrt(p_c) (p - e_c), whose outer products sum to diag(p) - pp'.
-    Batch norm mixes images: independent draws, or random signs by u, cancel mixed terms on average.
+    Batch norm's gradients are summed over images: independent draws, or signs by u, make the cross
+    terms vanish in expectation.
     """
     seen = {}
 
@@ -747,7 +752,7 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> 
 
 
 def sandwich(support: Block, query: Block, a: float) -> Block:
-    """(I - a A(x)G) (A_q(x)G_q) (I - a A(x)G)' of a layer, multiplied out (Eqs. 25 to 27):
+    """(I - a A(x)G) (A_q(x)G_q) (I - a A(x)G)', multiplied out (Eqs. 25 to 27):
     A_q(x)G_q - a AA_q(x)GG_q - a A_qA(x)G_qG + a^2 AA_qA(x)GG_qG."""
     if len(support) == 1:
         jacobian = torch.eye(2, dtype=support[0].dtype, device=support[0].device) - a * support[0]
@@ -760,17 +765,17 @@ def sandwich(support: Block, query: Block, a: float) -> Block:
 
 
 def add_blocks(one: Block, other: Block) -> Block:
-    """The sum: batch norm's blocks add up, Kronecker pairs are kept side by side."""
+    """The sum; Kronecker pairs are kept side by side."""
     return (one[0] + other[0],) if len(one) == 1 else tuple(map(torch.cat, zip(one, other)))
 
 
 def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, net=network):
-    """Eq. 11, approximated as in Eqs. 25 to 28: the Fisher of the query sets at the adapted
-    parameters, mapped back to theta by the adaptation's Jacobian I - a H; a block for each layer.
+    """Eqs. 11, 25 to 28: the Fisher of the query sets at the adapted parameters, mapped back to
+    theta by the adaptation's Jacobian I - a H; a block for each layer.
 
     DIFFERS: the paper has a = 1 (Eq. 12), but one step of SGD has a = alpha.
     The mean over tasks is of factors, as in the authors' code, or of products, as in the paper. A
-    batch is x_s, y_s, x_q, y_q and uniform numbers to draw the labels of both sets by.
+    batch is x_s, y_s, x_q, y_q, and u_s, u_q for fisher_blocks.
     """
     products, tasks, support_sums, query_sums = cfg.averaging == "products", 0, {}, {}
 
@@ -801,8 +806,8 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
 def merge(block: Block, rank: int) -> Block:
     """The nearest sum of `rank` Kronecker products in Frobenius norm (Van Loan and Pitsianis 1993).
 
-    Rearranged, the sum of A_i(x)G_i is the matrix of vec(A_i) vec(G_i)', and its truncated SVD the
-    best approximation, for which QR decompositions leave an r x r problem. One pair of a positive
+    Rearranged, the sum of A_i(x)G_i is the sum of vec(A_i) vec(G_i)', whose truncated SVD is the
+    best approximation; QR decompositions leave an SVD of r x r. One pair of a positive
     semi-definite sum is positive semi-definite.
     """
     if len(block) == 1 or not rank or len(block[0]) <= rank:
@@ -819,7 +824,7 @@ def merge(block: Block, rank: int) -> Block:
 
 
 def times(block: Block, D: Tensor) -> Tensor:
-    """The block's matrix times vec(D), in the shape of D (Eq. 24); summed over pairs."""
+    """The block times vec(D), in the shape of D (Eq. 24)."""
     if len(block) == 1:
         return (block[0] @ D[..., None])[..., 0]
     return (block[1] @ D @ block[0].mT).sum(0)
@@ -833,7 +838,7 @@ class Laplace(Posterior):
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
         self.support_weight = cfg.shot / cfg.query
-        self.mean = {n: torch.zeros_like(v) for n, v in theta.items()}  # mu_0
+        self.mean = filled(theta, 0.0)  # mu_0
         self.blocks: dict[str, Block] = {}  # the precision, less Lambda_0
 
     def penalty(self, theta):
@@ -850,7 +855,7 @@ class Laplace(Posterior):
         return value, torch.autograd.grad(matrices, list(theta.values()), grads)
 
     def absorb(self, theta, data, rng):
-        """Lines 12 to 16 of Algorithm 1: the new mean, and a curvature added to the precision."""
+        """Lines 12 to 16 of Algorithm 1."""
         cfg, setting = self.cfg, data.setting
         index = sample_tasks(data, "train", cfg.hessian_tasks, cfg, rng)
         u = [torch.rand(len(index), cfg.way * each, generator=rng, device=index.device)
@@ -864,24 +869,23 @@ class Laplace(Posterior):
         for name, block in new.items():
             finite = all(f.isfinite().all() for f in block)
             need(finite, f"{data.name}'s curvature in {name} is not finite; lower --outer-rate.")
-            block = (*block[:-1], block[-1] * cfg.past_weight)  # one factor of each product
+            block = (*block[:-1], block[-1] * cfg.past_weight)  # lambda on one factor
             block = add_blocks(self.blocks[name], block) if name in self.blocks else block
             self.blocks[name] = merge(block, cfg.merge_rank)
 
 
 # -------------------------------------------------------------------------------------- Variational
-# BomVI: theta ~ N(mean, diag(variance)), where the mean is what is called theta elsewhere. Not
-# weights but pre-activations are sampled, from the normal distribution that random weights give
-# them (local reparameterisation); and batch norm's scale and shift, for each image.
+# BomVI: theta ~ N(mean, diag(variance)); the mean is what is called theta elsewhere. By local
+# reparameterisation, not weights but pre-activations are sampled, from their normal distribution;
+# and batch norm's scale and shift, for each image.
 
 
 def noisy_layer(variance: Params, noise: Tensor):
-    """A `layer` with normal parameters, of mean p and variance (T, ...), that uses up noise (T, n),
-    layer after layer."""
+    """A `layer` with parameters N(p, variance), each (T, ...). Its noise is the next of (T, n)."""
     T, used = len(noise), 0
 
     def normal(h: Tensor) -> Tensor:
-        """The next of the noise in the shape of h; images are channels-last."""
+        """The next of the noise in the shape of h; channels-last, if of images."""
         nonlocal used
         B = len(h) if h.dim() == 4 else h.shape[1]
         part, used = noise[:, used : used + h.numel() // T], used + h.numel() // T
@@ -893,26 +897,26 @@ def noisy_layer(variance: Params, noise: Tensor):
         if name.startswith("norm"):
             x, drawn = F.batch_norm(x, None, None, training=True), []
             for n in (f"{name}.weight", f"{name}.bias"):
-                mean, wide = (v[n].flatten()[:, None, None] for v in (p, variance))
-                drawn.append(mean + wide.sqrt() * normal(x[..., :1, :1]))
+                mean, var = (v[n].flatten()[:, None, None] for v in (p, variance))
+                drawn.append(mean + var.sqrt() * normal(x[..., :1, :1]))
             return x * drawn[0] + drawn[1]
         # DIFFERS: the mean comes from x, the variance from x^2; the authors' conv has x^2 in both.
-        mean, square = layer(p, name, x), layer(variance, name, x * x)
-        return mean + square.clamp(min=torch.finfo(x.dtype).tiny).sqrt() * normal(mean)
+        mean, var = layer(p, name, x), layer(variance, name, x * x)
+        return mean + var.clamp(min=torch.finfo(x.dtype).tiny).sqrt() * normal(mean)
 
     return noisy
 
 
 def room_for_noise(p: Params, x: Tensor) -> Tensor:
-    """(T, n) for all the noise of a pass over x (T, B, ...): for each image, a number for each conv
-    output, each scale and shift, each logit."""
+    """Memory (T, n) for the noise of a pass over x (T, B, ...): for each image a number for each
+    conv output, scale, shift and logit."""
     filters, way = p["norm1.bias"].shape[-1], p["linear.bias"].shape[-1]
     each = filters * sum(side**2 + 2 for side in (28, 14, 7, 3)) + way
     return x.new_empty(len(x), x.shape[1] * each)
 
 
 def fill(noise: Tensor, rngs: list) -> Tensor:
-    """Fill the room anew, with one draw per task."""
+    """New noise, by a generator for each task."""
     for part, rng in zip(noise, rngs):
         part.normal_(generator=rng)
     return noise
@@ -932,38 +936,40 @@ class Variational(Posterior):
 
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
-        # DIFFERS: Eq. 14 divided by its query images has a KL over N Q; the authors also divide it
-        # by tasks and samples: by 75 x 32 x 20 in the paper's N-athlons, here on every schedule.
+        # DIFFERS: Eq. 14 over its query images has a KL over N Q; the authors also divide it by
+        # tasks and samples: by 75 x 32 x 20 in the paper's N-athlons, here on every schedule.
         named = {"paper": 1 / (cfg.way * cfg.query), "authors": 1 / (75 * 32 * 20)}
         self.kl_weight = named.get(cfg.kl_weight, cfg.kl_weight)
-        first = math.log(cfg.first_variance)
-        self.logvar = leaves({n: torch.full_like(v, cfg.initial_logvar) for n, v in theta.items()})
-        self.prior_mean = {n: torch.zeros_like(v) for n, v in theta.items()}
-        self.prior_logvar = {n: torch.full_like(v, first) for n, v in theta.items()}
+        self.logvar = leaves(filled(theta, cfg.initial_logvar))
+        self.prior_mean = filled(theta, 0.0)
+        self.prior_logvar = filled(theta, math.log(cfg.first_variance))
 
     def parameters(self, theta):
         logvars = dict(params=list(self.logvar.values()), lr=self.cfg.logvar_rate)
         return [*super().parameters(theta), logvars]
 
+    def variance(self) -> Params:
+        return {n: v.detach().exp() for n, v in self.logvar.items()}
+
     def expected_loss(self, mean: Params, x: Tensor, y: Tensor, rngs):
         """E_q of the cross-entropy by S samples, summed over the tasks of mean (T, ...); and its
-        gradients in mean and logvar. One sample at a time: memory does not grow with S."""
-        variance = {n: v.detach().exp() for n, v in self.logvar.items()}
-        mean, wide = (leaves({n: v.contiguous() for n, v in p.items()})
-                      for p in (mean, spread(variance, len(x))))
-        params, S = [*mean.values(), *wide.values()], self.cfg.mc_samples
+        gradients in mean and logvar. One sample at a time, to save memory."""
+        shared = self.variance()
+        mean, variance = (leaves({n: v.contiguous() for n, v in p.items()})
+                          for p in (mean, spread(shared, len(x))))
+        params, S = [*mean.values(), *variance.values()], self.cfg.mc_samples
         total, sums, noise = 0.0, (), room_for_noise(mean, x)
         for _ in range(S):
-            logits = network(mean, x, noisy_layer(wide, fill(noise, rngs)))
+            logits = network(mean, x, noisy_layer(variance, fill(noise, rngs)))
             loss = cross_entropy(logits, y).sum() / S
             grads = torch.autograd.grad(loss, params)
             sums = torch._foreach_add(sums, grads) if sums else grads  # one kernel for all
             total = total + loss.detach()
-        in_logvar = [g.sum(0) * v for g, v in zip(sums[len(mean) :], variance.values())]
+        in_logvar = [g.sum(0) * v for g, v in zip(sums[len(mean) :], shared.values())]
         return total, sums[: len(mean)], in_logvar
 
     def gradient(self, theta, batch, alpha, k, rngs):
-        """Eq. 14: the mean adapts by gradients at the mean (Eqs. 33, 34); both expected losses."""
+        """Eq. 14's likelihoods; the mean adapts by gradients at the mean (Eqs. 33, 34)."""
         x_s, y_s, x_q, y_q = batch
         T, weight, queries = len(x_s), self.cfg.shot / self.cfg.query, []
         adapted, _ = adapt(spread(theta, T), x_s, y_s, alpha, k, second_order=True)
@@ -979,7 +985,7 @@ class Variational(Posterior):
         return sum(losses) + weight * support, grads
 
     def penalty(self, theta):
-        """The KL to the prior, weighted."""
+        """The KL of Eq. 14, weighted."""
         kl = sum(gaussian_kl(theta[n], self.logvar[n], self.prior_mean[n], self.prior_logvar[n])
                  for n in theta) * self.kl_weight
         return kl.detach(), torch.autograd.grad(kl, [*theta.values(), *self.logvar.values()])
@@ -992,8 +998,7 @@ class Variational(Posterior):
 
     def predict(self, adapted, x, rngs):
         """At the adapted mean, as the authors do; and the mean probability of S samples."""
-        variance = spread({n: v.detach().exp() for n, v in self.logvar.items()}, len(x))
-        noise = room_for_noise(adapted, x)
+        variance, noise = spread(self.variance(), len(x)), room_for_noise(adapted, x)
         samples = [network(adapted, x, noisy_layer(variance, fill(noise, rngs))).log_softmax(-1)
                    for _ in range(self.cfg.mc_samples)]
         sampled = torch.stack(samples).logsumexp(0) - math.log(len(samples))
