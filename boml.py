@@ -181,8 +181,8 @@ SCHEDULES = {
 }
 
 # --------------------------------------------------------------------------------------------- Data
-# data_prep.py packs or draws each dataset as data/<name>.npz: images (n, 28, 28[, 3]) uint8, labels
-# (n,), classes: names, split: "train", "val" or "test" of each, origin: "real" or "generated", ...
+# data_prep.py packs or draws data/<name>.npz: images (n, 28, 28[, 3]) uint8, labels (n,); of each
+# class its name, `classes`, and "train", "val" or "test", `split`; origin: "real" or "generated".
 
 SPLITS = ("train", "val", "test")
 Image.MAX_IMAGE_PIXELS = None  # read_image has its own limit
@@ -387,11 +387,9 @@ def init_params(cfg: Config, rng, device="cpu") -> Params:
 
 
 def plain_network(p: Params, x: Tensor) -> Tensor:
-    """Logits (B, N) for images x (B, C, 28, 28): the network as anyone would write it.
-
-    Batch norm always uses the batch's own statistics, in evaluation too: transductive, as in MAML.
-    The tests hold `network`, its fast form below, against this.
-    """
+    """Logits (B, N) for images x (B, C, 28, 28), as anyone would write it; tests compare `network`,
+    its fast form, with this. Batch norm always uses the batch's statistics: transductive, as in
+    MAML."""
     for i in range(1, 5):
         x = F.conv2d(x, p[f"conv{i}.weight"], padding=1)
         x = F.batch_norm(x, None, None, p[f"norm{i}.weight"], p[f"norm{i}.bias"], training=True)
@@ -399,9 +397,9 @@ def plain_network(p: Params, x: Tensor) -> Tensor:
     return F.linear(x.flatten(1), p["linear.weight"], p["linear.bias"])
 
 
-# Its fast form is 1.5 to 1.9 times as fast as a loop over tasks on a CPU (bash run.sh bench). Each
-# parameter has a task axis (T, ...), and T networks run as one, as groups of a grouped convolution;
-# on (B, T*C, H, W) native batch norm keeps the statistics of the tasks apart.
+# The fast form, 1.5 to 1.9 times as fast as a loop over tasks on a CPU (bash run.sh bench). Each
+# parameter has a task axis (T, ...); T networks run as the groups of a grouped convolution, and on
+# (B, T*C, H, W) native batch norm keeps the tasks' statistics apart.
 
 
 def patches(x: Tensor, T: int) -> Tensor:
@@ -434,14 +432,14 @@ class Norm(torch.autograd.Function):
 
 def layer(p: Params, name: str, x: Tensor, second_order=False) -> Tensor:
     """One layer of T networks: conv or norm on x (B, T*C, H, W), linear on x (T, B, features)."""
-    w = p[f"{name}.weight"]
-    if name.startswith("conv") and second_order and x.device.type != "cpu":
-        # On a GPU the second derivative of a grouped convolution loops over the groups.
+    w, twice_on_gpu = p[f"{name}.weight"], second_order and x.device.type != "cpu"
+    if name.startswith("conv") and twice_on_gpu:
+        # There the second derivative of a grouped convolution loops over the groups.
         h = w.flatten(2) @ patches(x, len(w))  # (T, O, B*H*W)
         return h.unflatten(2, (len(x), *x.shape[2:])).permute(2, 0, 1, 3, 4).flatten(1, 2)
     if name.startswith("conv"):
         return F.conv2d(x, w.flatten(0, 1), padding=1, groups=len(w))
-    if name.startswith("norm") and second_order and x.device.type != "cpu":
+    if name.startswith("norm") and twice_on_gpu:
         rows, b = x.transpose(0, 1), p[f"{name}.bias"]
         h = Norm.apply(rows.flatten(1), w.reshape(-1, 1), b.reshape(-1, 1))[0]
         return h.view(rows.shape).transpose(0, 1)
@@ -464,7 +462,7 @@ def first_block(p: Params, x: Tensor) -> Tensor:
     scale = p["norm1.weight"] * (((w @ V) * w).sum(2) + 1e-5).rsqrt()  # (T, O)
     h = (u.mT @ (w * scale[..., None]).mT).view(T * B, H, W, -1).permute(0, 3, 1, 2)
     h = F.max_pool2d(h, 2)
-    if h.requires_grad:  # a gradient in another layout would make the pool copy all of its input
+    if h.requires_grad:  # in another layout, the gradient would make the pool copy its input
         h.register_hook(lambda g: g.contiguous(memory_format=torch.channels_last))
     h = h.unflatten(0, (T, B)) + p["norm1.bias"][:, None, :, None, None]
     return h.transpose(0, 1).flatten(1, 2)
@@ -595,7 +593,7 @@ def from_first_rank(content: bytes, device) -> bytes:
 def same_on_all_ranks(p: Params):
     one = torch.stack([v.detach().double().sum() for v in p.values()])
     need(torch.allclose(sum_over_ranks([one])[0], RANKS * one, 1e-12, 0), "the processes have "
-         "different parameters; start all of them again, with the same program, data and options.")
+         "different parameters; start them with the same program, data and options.")
 
 
 # --------------------------------------------------------------------------------------- Posteriors
@@ -735,7 +733,7 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> 
 
     logits = net(p, x, watched)  # (T, B, N)
     prob = logits.detach().softmax(-1)
-    one_hot = torch.eye(prob.shape[-1], dtype=prob.dtype, device=prob.device)
+    one_hot = torch.eye(prob.shape[-1]).to(prob)
     if exact:
         sign = torch.where(u < 0.5, -1.0, 1.0).to(prob)[..., None]
         cotangents = [sign * prob[..., c, None].sqrt() * (prob - e) for c, e in enumerate(one_hot)]
@@ -755,7 +753,7 @@ def sandwich(support: Block, query: Block, a: float) -> Block:
     """(I - a A(x)G) (A_q(x)G_q) (I - a A(x)G)', multiplied out (Eqs. 25 to 27):
     A_q(x)G_q - a AA_q(x)GG_q - a A_qA(x)G_qG + a^2 AA_qA(x)GG_qG."""
     if len(support) == 1:
-        jacobian = torch.eye(2, dtype=support[0].dtype, device=support[0].device) - a * support[0]
+        jacobian = torch.eye(2).to(support[0]) - a * support[0]
         return (jacobian @ query[0] @ jacobian.mT,)
     sides = []
     for X, X_q in zip(support, query):  # both symmetric, so X_q X is the transpose of X X_q
@@ -887,11 +885,11 @@ def noisy_layer(variance: Params, noise: Tensor):
     def normal(h: Tensor) -> Tensor:
         """The next of the noise in the shape of h; channels-last, if of images."""
         nonlocal used
-        B = len(h) if h.dim() == 4 else h.shape[1]
-        part, used = noise[:, used : used + h.numel() // T], used + h.numel() // T
+        part = noise[:, used : used + h.numel() // T]
+        used += part.shape[1]
         if h.dim() == 3:
             return part.view(h.shape)
-        return part.view(T, B, *h.shape[2:], -1).permute(1, 0, 4, 2, 3).flatten(1, 2)
+        return part.view(T, len(h), *h.shape[2:], -1).permute(1, 0, 4, 2, 3).flatten(1, 2)
 
     def noisy(p: Params, name: str, x: Tensor) -> Tensor:
         if name.startswith("norm"):
@@ -1016,7 +1014,7 @@ def from_newest(arrived: list[Dataset], i: int, cfg: Config, seed: int):
 
 
 def from_all(arrived, i, cfg, seed):
-    """Train-On-Everything: all datasets evenly, dealt out in rounds of random order."""
+    """Train-On-Everything: all datasets in turn, each round in random order."""
     t, M, owners = len(arrived) - 1, cfg.meta_batch, []
     for n in range(i * M, (i + 1) * M):
         order = torch.randperm(t + 1, generator=stream("cpu", seed, "plan", t, n // (t + 1)))
@@ -1027,16 +1025,16 @@ def from_all(arrived, i, cfg, seed):
 
 
 def from_buffer(arrived, i, cfg, seed):
-    """Follow-The-Meta-Leader: uniformly from the buffer of all tasks so far, J M of each dataset.
-    The buffer is not stored: a task is a function of its number."""
+    """Follow-The-Meta-Leader: uniformly from a buffer of J M tasks of each dataset so far. It is
+    not stored: a task is a function of its number."""
     sizes, batch = [d.setting.iterations * cfg.meta_batch for d in arrived], []
     rng = stream("cpu", seed, "plan", len(arrived) - 1, i)
     for n in torch.randint(sum(sizes), (cfg.meta_batch,), generator=rng).tolist():
         j = 0
         while n >= sizes[j]:
             n, j = n - sizes[j], j + 1
-        rng_of_task = stream(arrived[j].images.device, seed, "task", j, n)
-        batch.append((arrived[j], sample_tasks(arrived[j], "train", 1, cfg, rng_of_task)))
+        rng = stream(arrived[j].images.device, seed, "task", j, n)
+        batch.append((arrived[j], sample_tasks(arrived[j], "train", 1, cfg, rng)))
     return batch
 
 
@@ -1045,11 +1043,11 @@ class Method(NamedTuple):
     source: Callable  # where its meta-batches come from
     posterior: type[Posterior]  # what it carries forward beside theta
     colour: str
-    from_scratch: bool = False  # train anew for each dataset, as long as all stages so far together
+    from_scratch: bool = False  # each stage trains anew, for as long as all so far together
 
 
 # A new method is a Posterior or a source of its own, and a row here.
-METHODS = {  # in an order that shows the contrast early
+METHODS = {
     "maml": Method("Sequential MAML", from_newest, Posterior, "#d55e00"),
     "bomla": Method("BomLA", from_newest, Laplace, "#222222"),
     "bomvi": Method("BomVI", from_newest, Variational, "#cc79a7"),
@@ -1059,11 +1057,11 @@ METHODS = {  # in an order that shows the contrast early
 
 
 def meta_step(theta: Params, posterior: Posterior, optimiser, batch, cfg: Config, noise) -> Tensor:
-    """Lines 7 to 10 of Algorithm 1: an outer update; returns the objective. Each dataset in the
-    batch has its own alpha and k; noise(m) is a generator for task m."""
+    """Lines 7 to 10 of Algorithm 1: an outer update; returns the objective. A batch is a list of
+    (dataset, indices); noise(m) is a generator for task m."""
     params = [p for group in optimiser.param_groups for p in group["params"]]
     sums, before = [params[0].new_zeros(()), *map(torch.zeros_like, params)], 0
-    groups = defaultdict(list)  # tasks with the same k go through the network together
+    groups = defaultdict(list)  # by k: tasks with the same k adapt together
     for data, index in batch:
         rngs = [noise(m) for m in range(before, before + len(index))[share(before)]]
         if rngs:
@@ -1088,7 +1086,7 @@ def meta_step(theta: Params, posterior: Posterior, optimiser, batch, cfg: Config
 
 
 def evaluate(theta: Params, posterior: Posterior, data: Dataset, cfg: Config, seed: int) -> dict:
-    """Scores on tasks of unseen classes, the same for every method; with the dataset's alpha, k."""
+    """Scores on tasks of unseen classes, the same tasks for every method."""
     device, s, found, scores = data.images.device, data.setting, defaultdict(list), {}
     rng = stream(device, seed, "evaluate", data.name)
     index = sample_tasks(data, cfg.split, cfg.eval_tasks, cfg, rng)
@@ -1108,7 +1106,7 @@ def evaluate(theta: Params, posterior: Posterior, data: Dataset, cfg: Config, se
         values[:, share()] = torch.cat(parts, 1)
         accuracy, nll = sum_over_ranks([values])[0].double().cpu()
         need(nll.isfinite().all(), f"adapting to {data.name} diverged; try a smaller --inner-rate.")
-        ci95 = 1.96 * accuracy.std(correction=min(1, len(accuracy) - 1)) / math.sqrt(len(accuracy))
+        ci95 = 1.96 * accuracy.std(correction=min(1, len(nll) - 1)) / len(nll) ** 0.5
         for name, value in dict(accuracy=accuracy.mean(), ci95=ci95, nll=nll.mean()).items():
             scores[prefix + name] = value.item()
     return scores
@@ -1131,17 +1129,18 @@ class Job(NamedTuple):
 
 
 class Run:
-    """A job on its way through the datasets. Everything random is a function of the seed, the stage
-    and the iteration, so a resumed run repeats the unbroken one."""
+    """A job on its way through the datasets."""
 
     def __init__(self, job, sequence, judges, facts, out, progress, device="cpu"):
         self.job, self.cfg, self.out, self.device = job, job.cfg, out, torch.device(device)
         self.sequence, self.judges = sequence, judges  # datasets to learn, datasets to evaluate on
         self.progress = progress  # takes the fraction done; returns True to stop
         self.method, self.learned = METHODS[job.method], [facts_of(d) for d in sequence]
-        who = dict(method=job.method, variant=job.variant, seed=job.seed)
+        who = dict(method=job.method, variant=job.variant, seed=job.seed,
+                   experiment=facts["experiment"])
+        # in every row of the record; and what a resumed run must share
         self.facts = facts | who | dict(datasets=[d.name for d in judges], stages=len(sequence))
-        self.settings = who | {"experiment": facts["experiment"]} | dataclasses.asdict(job.cfg)
+        self.settings = who | dataclasses.asdict(job.cfg)
         self.theta = self.initial(0)
         self.posterior = self.method.posterior(job.cfg, self.theta)
         self.stage, self.iteration, self.rows, self.clock = 0, 0, [], time.time()
@@ -1150,7 +1149,7 @@ class Run:
         return init_params(self.cfg, stream("cpu", self.job.seed, "init", stage), self.device)
 
     def iterations(self, t):
-        """J of a stage; from scratch it lasts as long as all stages so far."""
+        """J of stage t."""
         stages = self.sequence[0 if self.method.from_scratch else t : t + 1]
         return sum(d.setting.iterations for d in stages)
 
@@ -1179,16 +1178,16 @@ class Run:
 
     def pause(self, J, loss) -> bool:
         """Between iterations: evaluate and save if it is time to; True to stop."""
-        data, i = self.sequence[self.stage], self.iteration
-        steps = [1 + d.setting.inner_steps for d in self.sequence]
-        costs = [self.iterations(t) * n for t, n in enumerate(steps)]
-        stop = self.progress((sum(costs[: self.stage]) + costs[self.stage] * i / J) / sum(costs))
+        data, i, t = self.sequence[self.stage], self.iteration, self.stage
+        costs = [self.iterations(n) * (1 + d.setting.inner_steps)
+                 for n, d in enumerate(self.sequence)]
+        stop = self.progress((sum(costs[:t]) + costs[t] * i / J) / sum(costs))
         due = i % self.cfg.eval_every == 0 or i in (data.setting.iterations, J)
         if due or stop or i % CHECKPOINT_EVERY == 0:
             finite = all(v.isfinite().all() for v in (loss, *self.theta.values()))
-            need(finite, f"the loss of {self.job.name} became {loss.item()} on {data.name} "
-                 f"by iteration {i}; try a smaller --outer-rate. The last good state is kept.")
-            where = dict(stage=self.stage + 1, iteration=i, iterations=J)
+            need(finite, f"the loss of {self.job.name} became {loss.item()} on {data.name} by "
+                 f"iteration {i}; try a smaller --outer-rate.")
+            where = dict(stage=t + 1, iteration=i, iterations=J)
             where["newest"] = data.setting.iterations  # J, but for Train-On-Everything
             for judge in (d for d in self.judges if due and d.images is not None):
                 scores = evaluate(self.theta, self.posterior, judge, self.cfg, self.job.seed)
@@ -1233,8 +1232,8 @@ class Run:
         self.posterior.load(state["posterior"])
 
     def resume(self, fresh=False, first=None):
-        """From the newest checkpoint that can be read; without any results, from the start, or from
-        `first`, the state of another run."""
+        """From the newest checkpoint that can be read; else from the start, or from `first`, the
+        state of another run."""
         if first:  # before anything is deleted
             self.begin_at(first)
             self.settings["start_from"] = first["folder"]
@@ -1249,7 +1248,7 @@ class Run:
             except Exception as error:  # it can hold anything
                 say_damaged(path, error)
                 continue
-            if RANK == 0 and path != newest and newest.exists():  # never to replace a good one
+            if RANK == 0 and path != newest and newest.exists():  # not to be kept as "before"
                 os.replace(newest, self.out / "checkpoint.damaged")
             return self.write_record()
         left = [p.name for p in self.out.glob("*") if p.name != "lock"] if RANK == 0 else []
@@ -1258,20 +1257,14 @@ class Run:
 
     def compare(self, state):
         """Refuse to go on from a run that this one does not continue."""
-        old, new = state["settings"], self.settings
-        if "start_from" in old:  # as it began, unless the command says otherwise
-            new.setdefault("start_from", old["start_from"])
+        if "start_from" in state["settings"]:  # as it began, unless the command says otherwise
+            self.settings.setdefault("start_from", state["settings"]["start_from"])
+        old = flat(state["settings"], state["learned"])
+        new = flat(self.settings, self.learned[: len(state["learned"])])  # it may have grown
         differ = [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in old | new
                   if old.get(k) != new.get(k)]
-        need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); use its "
-             "settings, or another --out.")
-        before, now = state["learned"], self.learned
-        differ = [f"{a['name']}: {k} was {a[k]}, is {b[k]}" for a, b in zip(before, now) for k in a
-                  if a["name"] == b["name"] and a[k] != b[k]]
-        why = f" ({'; '.join(differ)}; learned data may be gone, not changed)" if differ else ""
-        names = [",".join(facts["name"] for facts in some) for some in (before, now)]
-        need(now[: len(before)] == before, f"{self.out} holds a run of {names[0]}, which {names[1]}"
-             f" does not continue{why}; use another --out.")
+        need(not differ, f"{self.out} holds a run of other settings or data ({'; '.join(differ)}); "
+             "use those, or another --out.")
         was = state["rows"][-1]["revision"] if state["rows"] else self.facts["revision"]
         if was != self.facts["revision"]:
             print(f"{self.job.name}: the program has changed since {was}; going on.")
@@ -1283,6 +1276,12 @@ def facts_of(data: Dataset) -> dict:
     return dict(name=data.name, kind=data.kind, checksum=data.checksum, **settings)
 
 
+def flat(settings, learned) -> dict:
+    """The settings of a run and of its datasets in one dict."""
+    return settings | {f"{key} of dataset {j}": value for j, facts in enumerate(learned, 1)
+                       for key, value in facts.items()}
+
+
 def say_damaged(path, error):
     print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
 
@@ -1291,16 +1290,16 @@ def checkpoints(folder: Path, device="cpu"):
     """The checkpoints of a run that can be read, newest first: path, state."""
     for path in (folder / "checkpoint.pt", folder / "checkpoint.before.pt"):
         try:
-            content = path.read_bytes() if RANK == 0 and path.is_file() else b""
-            content = from_first_rank(content, device)
-            if content or RANK == 0 and path.is_file():
+            there = RANK == 0 and path.is_file()
+            content = from_first_rank(path.read_bytes() if there else b"", device)
+            if content or there:
                 with zipfile.ZipFile(io.BytesIO(content)) as archive:  # torch checks no checksums
                     need(not archive.testzip(), "a checksum in it is wrong")
                 state = torch.load(io.BytesIO(content), weights_only=True, map_location=device)
                 kinds = dict(settings=dict, theta=dict, posterior=dict, learned=list, rows=list,
                              stage=int, iteration=int)
-                need(all(isinstance(state[key], kind) for key, kind in kinds.items()),
-                     "it is not of a run")
+                is_run = all(isinstance(state[key], kind) for key, kind in kinds.items())
+                need(is_run, "it is not of a run")
                 yield path, state
         except Exception as error:  # torch raises almost anything on bad bytes
             say_damaged(path, error)
@@ -1340,9 +1339,9 @@ def lock(folder: Path):
 
 
 def read_records(folder, settings=None):
-    """The rows of each record in the folder, by variant and seed, all of these settings or of those
-    that most have. What cannot be used is named."""
-    found, order = {}, list(METHODS)
+    """The rows of each record in the folder by (variant, seed); of these settings, else of the most
+    frequent ones."""
+    found, runs, order = {}, {}, list(METHODS)
     for path in sorted(folder.glob("*/record.jsonl")):
         try:
             rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -1351,16 +1350,17 @@ def read_records(folder, settings=None):
                      and 0 < r["stage"] <= r["stages"] and r["evaluated"] in r["datasets"]
                      and r["newest"] and r["way"] and r["revision"] and METHODS[r["method"]]
                      and label_of(r["variant"]) and r["seed"] >= 0, "a value")
-            found[path] = rows[0]["settings"], (r["variant"], r["seed"]), rows
+            found[path] = rows[0]["settings"], rows
         except Exception as error:  # a foreign file can hold anything
             print(f"left out: {path} ({brief(error)} is wrong in it)")
-    counts = Counter(of for of, _, _ in found.values())
+    counts = Counter(of for of, _ in found.values())
     settings = settings or max(counts, key=counts.get, default=None)
-    for path, (of, _, _) in found.items():
-        if of != settings:
+    for path, (of, rows) in found.items():
+        if of == settings:
+            runs[order.index(rows[0]["method"]), rows[0]["variant"], rows[0]["seed"]] = rows
+        else:
             print(f"left out: {path} (its settings are others)")
-    runs = sorted((key, rows) for of, key, rows in found.values() if of == settings)
-    return dict(sorted(runs, key=lambda run: order.index(run[0][0].split("@")[0])))
+    return {(variant, seed): runs[m, variant, seed] for m, variant, seed in sorted(runs)}
 
 
 def label_of(variant):
@@ -1371,24 +1371,26 @@ def label_of(variant):
 def accuracies(rows):
     """A run's accuracies in % by name; nan where it was not evaluated.
 
-    "own X" is right after the own stage of X, "end X" after the last; X is a dataset or a mean over
-    the past ones, the new ones (all but the first), the last or all. "early last" is that after J
-    iterations on the last, which only Train-On-Everything exceeds.
+    "own X" is right after the stage of X, "end X" after the last stage; X is a dataset, or the mean
+    of the past ones (all but the last), the new ones (all but the first) or all. "early last" is
+    after J iterations of the last stage, which only Train-On-Everything exceeds.
     """
-    names, T = rows[0]["datasets"], rows[0]["stages"]
-    at = {(r["stage"], r["evaluated"]): r["accuracy"] for r in rows
-          if r["iteration"] == r["iterations"]}
-    at |= {(T, "early"): r["accuracy"] for r in rows if r["iteration"] == r["newest"]
-           and (r["stage"], r["evaluated"]) == (T, names[-1])}
-    own, end, q = list(enumerate(names, 1)), [(T, n) for n in names], max(1, T // 4)
-    tasks = [(t, names[0]) for t in range(1, T + 1)]
+    names, stages = rows[0]["datasets"], rows[0]["stages"]
+    at, early = {}, math.nan  # (stage, dataset): accuracy at its end
+    for r in rows:
+        if r["iteration"] == r["iterations"]:
+            at[r["stage"], r["evaluated"]] = r["accuracy"]
+        if r["iteration"] == r["newest"] and (r["stage"], r["evaluated"]) == (stages, names[-1]):
+            early = r["accuracy"]
+    own, end, q = list(enumerate(names, 1)), [(stages, n) for n in names], max(1, stages // 4)
+    tasks = [(t, names[0]) for t in range(1, stages + 1)]
     points = {"own past": own[:-1], "own new": own[1:], "end past": end[:-1], "end last": end[-1:],
-              "end all": end, "early last": [(T, "early")],
-              "first tasks": tasks[:q], "last tasks": tasks[-q:]}
-    points |= {f"own {n}": [(j, n)] for j, n in own} | {f"end {n}": [(T, n)] for n in names}
+              "end all": end, "first tasks": tasks[:q], "last tasks": tasks[-q:]}
+    points |= {f"own {n}": [(t, n)] for t, n in own} | {f"end {n}": [(t, n)] for t, n in end}
     points |= {f"after task {t}": [(t, n)] for t, n in tasks}
-    return {key: 100 * float(np.mean([at.get(p, math.nan) for p in some]))
-            for key, some in points.items() if some}
+    means = {key: 100 * float(np.mean([at.get(p, math.nan) for p in some]))
+             for key, some in points.items() if some}
+    return means | {"early last": 100 * early}
 
 
 def half_width(values):
@@ -1397,11 +1399,11 @@ def half_width(values):
     return t * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 2 else math.inf
 
 
-def table(runs, names, T):
-    """After each dataset's own stage -> after the last; or at four points of a task sequence."""
+def table(runs, names, stages):
+    """Accuracy after a dataset's own stage -> after the last; or at quarters of a task sequence."""
     columns = {n: [f"own {n}", f"end {n}"][n == names[-1] :] for n in names}
-    if T != len(names):
-        columns = {key: [key] for key in (f"after task {t}" for t in quarters(T))}
+    if stages != len(names):
+        columns = {f"after task {t}": [f"after task {t}"] for t in quarters(stages)}
     lines = [f"| method | seeds | {' | '.join(columns)} |", "|-" * (2 + len(columns)) + "|"]
     for variant in dict.fromkeys(variant for variant, _ in runs):
         seeds, cells = [accuracies(rows) for (v, _), rows in runs.items() if v == variant], []
@@ -1417,8 +1419,8 @@ def table(runs, names, T):
     return "\n".join(lines)
 
 
-def quarters(T):
-    return sorted({max(1, T * q // 4) for q in (1, 2, 3, 4)})
+def quarters(stages):
+    return sorted({max(1, stages * q // 4) for q in (1, 2, 3, 4)})
 
 
 CLAIMS = """
@@ -1459,8 +1461,8 @@ TASK_CLAIMS = """
 
 
 def verdicts(runs, claims):
-    """Each claim, with left minus right, paired by seed. It holds or fails if the 95 % interval of
-    that lies on one side of the margin."""
+    """Each claim, with left minus right, paired by seed; inconclusive if the 95 % interval holds
+    the margin."""
     lines = ["| section | claim | left - right | seeds | verdict |", "|-|-|-|-|-|"]
     found = {key: accuracies(rows) for key, rows in runs.items()}
     pattern = r"(\S+) ((\S+) (\w+ \w+) ([<>]) (\S+) (\w+ \w+)(?: ([+-] \d+))?)"
@@ -1478,7 +1480,7 @@ def verdicts(runs, claims):
     return "\n".join(lines)
 
 
-def figure(runs, names, T, title, way):
+def figure(runs, names, stages, title, way):
     """Accuracy along the training as SVG: a panel per dataset, its own stage shaded, chance dashed;
     a line per variant, with a band of one standard deviation over seeds."""
     width, height, y, svg = 800, 140 if len(names) > 1 else 300, 16, []
@@ -1493,7 +1495,7 @@ def figure(runs, names, T, title, way):
         svg.append(f"<text x='{x:.0f}' y='{y:.0f}' {more}>{html.escape(words)}</text>")
 
     def place(t, a):
-        return f"{40 + width * t / T:.1f} {y + height * (1 - a):.1f}"
+        return f"{40 + width * t / stages:.1f} {y + height * (1 - a):.1f}"
 
     write(title, 40, y, "font-size='14'")
     for n, v in enumerate(variants):
@@ -1501,7 +1503,7 @@ def figure(runs, names, T, title, way):
         write(label_of(v), 40 + 200 * (n % 4), y, f"font-weight='bold' fill='{colours[v]}'")
     y += 12
     for j, name in enumerate(names):
-        if T == len(names):
+        if stages == len(names):
             corners = place(j, 0), place(j + 1, 0), place(j + 1, 1), place(j, 1)
             path("L".join(corners), fill="#eee")
         for tick in (0, 20, 40, 60, 80, 100):
@@ -1518,8 +1520,9 @@ def figure(runs, names, T, title, way):
         seen = any(r["evaluated"] == name for rows in runs.values() for r in rows)
         write(name if seen else f"{name}: not evaluated", 46, y + 14, "font-weight='bold'")
         y += height + 16
-    for t in range(1, T + 1) if T == len(names) else quarters(T):
-        x, words = 40 + width * t / T, names[t - 1] if T == len(names) else f"task {t}"
+    ends = {t: f"task {t}" for t in quarters(stages)}
+    for t, words in enumerate(names, 1) if stages == len(names) else ends.items():
+        x = 40 + width * t / stages
         write(words, x, y, f"text-anchor='end' transform='rotate(-15 {x:.0f} {y})'")
     return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width + 60} {y + 50}' "
             "font-size='12' font-family='sans-serif'>\n<rect width='100%' height='100%' "
@@ -1527,8 +1530,8 @@ def figure(runs, names, T, title, way):
 
 
 def curves(runs, variant, name):
-    """A variant's lines in a panel, of (time in stages, mean, standard deviation): one, or one for
-    each stage where those start from scratch."""
+    """A variant's lines in a panel, of (time in stages, mean, standard deviation): one, or from
+    scratch one per stage."""
     lines = defaultdict(lambda: defaultdict(list))
     for r in (r for (v, _), rows in runs.items() if v == variant for r in rows):
         if r["evaluated"] == name:
@@ -1543,16 +1546,17 @@ def heading(row):
 
 
 def report(folder, settings=None):
-    """Write report.md and accuracy.svg from the records in the folder; returns the table."""
+    """Write the folder's report.md and accuracy.svg; returns the table."""
     runs = read_records(folder, settings)
     if not runs:
         return f"{folder} holds no evaluation yet"
     first = next(iter(runs.values()))[0]
-    names, T, title = first["datasets"], first["stages"], heading(first)
-    text = f"{title}: accuracy in %, 95 % intervals over seeds\n\n{table(runs, names, T)}\n"
-    claims = "" if first["experiment"] == "run" else CLAIMS if T == len(names) else TASK_CLAIMS
+    names, stages, title = first["datasets"], first["stages"], heading(first)
+    text = f"{title}: accuracy in %, 95 % intervals over seeds\n\n{table(runs, names, stages)}\n"
+    claims = CLAIMS if stages == len(names) else TASK_CLAIMS
+    claims = "" if first["experiment"] == "run" else claims
     for name, content in (("report.md", f"{text}\n{verdicts(runs, claims)}\n"),
-                          ("accuracy.svg", figure(runs, names, T, title, first["way"]))):
+                          ("accuracy.svg", figure(runs, names, stages, title, first["way"]))):
         with replacing(folder / name) as file:
             file.write(content.encode(errors="backslashreplace"))
     return text
@@ -1562,10 +1566,8 @@ def report(folder, settings=None):
 
 
 def classify(args):
-    """Adapt a run's network to the classes of args.labelled, then tell those of args.images.
-
-    All images go through the network together: batch norm uses their joint statistics.
-    """
+    """Adapt a run's network to args.labelled, then predict the classes of args.images, all in one
+    batch: batch norm uses their joint statistics."""
     for name, path in (("from", args.source), ("labelled", args.labelled), ("images", args.images)):
         need(path and path.is_dir(), f"classify needs --{name}, a folder; it is {path}.")
     result = Path("predictions.csv")
@@ -1573,13 +1575,12 @@ def classify(args):
     path, state = next(checkpoints(args.source), (None, None))
     need(state, f"{args.source} has no checkpoint that can be read.")
     need(state["settings"]["method"] in METHODS, f"{args.source} is a run of an unknown method.")
-    fields = {f.name for f in dataclasses.fields(Config)}
-    cfg = Config(**{name: v for name, v in state["settings"].items() if name in fields})
+    cfg = Config(**{f.name: state["settings"][f.name] for f in dataclasses.fields(Config)
+                    if f.name in state["settings"]})
     x_s, y_s, classes = read_classes(args.labelled, cfg.channels)
     n, files, x_q = len(classes), [], []
-    more = f"; train one with --way {n}." if n > 2 else "."
     need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
-         f"can tell 2 to {cfg.way} classes apart{more}")
+         f"can tell 2 to {cfg.way} apart; change them, or train with another --way.")
     for path in sorted(p for p in args.images.rglob("*") if not p.is_dir()):
         try:
             x_q.append(read_image(path, args.images, cfg.channels))
@@ -1593,10 +1594,11 @@ def classify(args):
     print(f"{n} classes, {len(y_s)} labelled images, {len(files)} others; alpha {alpha:g}, k {k}")
     chances = predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k)
     need(np.isfinite(chances).all(), "the adaptation diverged; try a smaller --inner-rate.")
-    guesses, right = [classes[c] for c in chances.argmax(1)], []
+    right = []
     with open(result, "x", newline="", errors="backslashreplace") as file:
         csv.writer(file).writerow(["file", "class", *classes])
-        for name, guess, p in zip(files, guesses, chances):
+        for name, p in zip(files, chances):
+            guess = classes[p.argmax()]
             csv.writer(file).writerow([name, guess, *(f"{v:.4f}" for v in p)])
             print(f"{str(name):40} {guess:24} {max(p):.2f}")
             right += [name.parts[0] == guess] if name.parts[0] in classes else []
@@ -1672,23 +1674,21 @@ def options():
         add(name, "one for all datasets, or one for each", type=several(kind))
     special = dict(past_weight=several(float), kl_weight=weight, jacobian_rate=float)
     for field in dataclasses.fields(Config):
-        how = dict(type=special.get(field.name, type(field.default)))
-        if field.metadata["choices"]:
-            how = dict(choices=field.metadata["choices"])
-        elif field.type is bool:
+        how = dict(type=special.get(field.name, field.type), choices=field.metadata["choices"])
+        if field.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)
         add(field.name, f"{field.metadata['help']} (default: {field.default})", **how)
     return parser
 
 
 def parse(argv):
-    """The command line, checked: with its Config as `cfg`, its datasets as `sequence`, a list of
-    (name, Setting), and its runs as `todo`, a list of Job."""
+    """The command line, checked; with its Config as `cfg`, (name, Setting) of each dataset as
+    `sequence`, and its runs as `todo`."""
     args = options().parse_args(argv)
     for name in PER_DATASET:
         for value in vars(args)[name] or ():
             check(name, value, 0 if name == "inner_rate" else 1)
-    if args.command in ("report", "classify"):
+    if args.command not in EXPERIMENTS:
         return args
     experiment, gpu = EXPERIMENTS[args.command], torch.cuda.is_available()
     args.device = args.device or ("cuda" if gpu else "cpu")
@@ -1696,9 +1696,9 @@ def parse(argv):
     args.schedule = args.schedule or ("paper" if args.device == "cuda" else "cpu")
     short = experiment.cpu if args.schedule == "cpu" and not args.sequence else {}
     values = SCHEDULES[args.schedule] | experiment.every | short
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    fields = {f.name for f in dataclasses.fields(Config)} - {"past_weight"}
-    values |= {name: given[name] for name in (fields | set(PER_DATASET)) & set(given)}
+    names = {f.name for f in dataclasses.fields(Config)} | set(PER_DATASET)
+    values |= {name: value for name, value in vars(args).items()
+               if name in names - {"past_weight"} and value is not None}
     datasets = args.sequence or experiment.sequence
     need(datasets, "run needs --sequence: datasets in order, separated by commas.")
     need(args.command != "omniglot" or len(datasets) == 1, "omniglot takes one dataset, whose "
@@ -1709,11 +1709,11 @@ def parse(argv):
             name = DATASETS[name].stand_in or name
         args.sequence.append((name, DATASETS.get(name, OWN)))
     for key in PER_DATASET:
-        if several := values.pop(key, None):
-            need(len(several) in (1, len(datasets)), f"{flag(key)} has {len(several)} values for "
+        if given := values.pop(key, None):
+            need(len(given) in (1, len(datasets)), f"{flag(key)} has {len(given)} values for "
                  f"{len(datasets)} datasets; give one for all, or one for each.")
             args.sequence = [(name, setting._replace(**{key: value})) for (name, setting), value
-                             in zip(args.sequence, several * len(datasets))]
+                             in zip(args.sequence, given * len(datasets))]
     check("jobs", 1 if args.jobs is None else args.jobs, 1)
     args.cfg = Config(**values)
     args.todo = jobs(args, experiment)
@@ -1754,7 +1754,7 @@ def revision():
 
 
 def load_sequence(args, job, device="cpu"):
-    """The datasets of a job. Of those that it has learned the images may be gone."""
+    """The datasets of a job; of those that it has learned, the images may be gone."""
     _, state = next(checkpoints(args.out / args.command / job.name), (None, None))
     learned = state["learned"][: state["stage"]] if state and not args.fresh else []
     sequence, gone = [], []
@@ -1803,12 +1803,12 @@ def work(args, job, progress) -> bool:
         return run.go()
 
 
-FULL = 3  # the status of a run that could not read or write: the disk may be full, start no other
+DISK_FAILED = 3  # exit status; the disk may be full, so no other run starts
 
 
 def child(args, job, slot):
-    """A run in a process of its own, which finishes its iteration and saves its state before it
-    stops. Only the parent hears Ctrl-C."""
+    """A run in a process of its own. SIGTERM stops it after its iteration, with a checkpoint; only
+    the parent hears Ctrl-C."""
     torch.set_num_threads(1)  # two runs with a thread each beat one run with two
     if args.device == "cuda":
         torch.cuda.set_device(slot % torch.cuda.device_count())
@@ -1828,7 +1828,7 @@ def child(args, job, slot):
 
 
 def side_by_side(args, show):
-    """Every run in its own process, `--jobs` at a time; returns those that failed."""
+    """Every run in its own process, --jobs at a time; returns the names of those that failed."""
     context, running, failed = multiprocessing.get_context("spawn"), {}, []
     slots = args.jobs or (torch.cuda.device_count() if args.device == "cuda" else os.cpu_count())
     waiting, free = list(args.todo), list(range(slots))
@@ -1848,7 +1848,7 @@ def side_by_side(args, show):
                 if process.exitcode:
                     failed.append(name)
                     print(f"boml: {name} has failed ({process.exitcode}).", file=sys.stderr)
-                if process.exitcode == FULL:
+                if process.exitcode == DISK_FAILED:
                     waiting.clear()
                 show()
     finally:  # also after a signal
@@ -1896,13 +1896,13 @@ def main(argv):
         torch.distributed.barrier()
         sys.stdout.flush()
         os._exit(0)  # without Python's clean-up, in which torch sometimes aborts
-    folder.mkdir(parents=True, exist_ok=True)  # or one sentence, before any run starts
+    folder.mkdir(parents=True, exist_ok=True)  # fails before any run starts
     failed = side_by_side(args, show)
     need(not failed, f"{', '.join(failed)} did not finish, for the reason above.")
 
 
 def one_sentence(function, *args):
-    """A mistake of the user's or the machine's ends in one sentence and status 2."""
+    """A mistake of the user or the machine ends in one sentence and status 2."""
     for output in (sys.stdout, sys.stderr):
         output.reconfigure(errors="backslashreplace")  # names that the terminal cannot show
     try:
@@ -1914,7 +1914,7 @@ def one_sentence(function, *args):
             problem = f"not enough memory ({brief(problem)}); lower --meta-batch or --eval-tasks."
         print(f"boml: {problem}", file=sys.stderr)
         in_child = isinstance(problem, OSError) and multiprocessing.parent_process()
-        sys.exit(FULL if in_child else 2)
+        sys.exit(DISK_FAILED if in_child else 2)
     except KeyboardInterrupt:
         print("\nboml: stopped; the same command goes on from here.", file=sys.stderr)
         sys.exit(130)

@@ -2419,12 +2419,12 @@ def test_record_alone_survives_a_command(fake_data, tmp_path):
 
 
 @pytest.mark.parametrize("changes, named", [
-    (dict(cfg=toy_config(eval_every=4, **TINY | dict(query=2))), "query was 1, is 2\\); use its settings, or another"),
+    (dict(cfg=toy_config(eval_every=4, **TINY | dict(query=2))), "query was 1, is 2\\); use those, or another --out"),
     (dict(sequence=[toy_data(0, iterations=6), toy_data(1, name="mini_quickdraw", iterations=9)]),
-     "continue \\(mini_quickdraw: iterations was 8, is 9; learned data may be gone, not changed\\); use another --out"),
+     "other settings or data \\(iterations of dataset 2 was 8, is 9\\); use those, or another --out"),
     (dict(sequence=[toy_data(0, iterations=6), toy_data(1, name="cifar_fs", iterations=8)]),
-     "a run of omniglot,mini_quickdraw, which omniglot,cifar_fs does not continue.*--out"),
-    (dict(sequence=[toy_data(0, iterations=6)]), "omniglot,mini_quickdraw, which omniglot does not continue.*--out")])
+     "name of dataset 2 was 'mini_quickdraw', is 'cifar_fs'.*--out"),
+    (dict(sequence=[toy_data(0, iterations=6)]), "name of dataset 2 was 'mini_quickdraw', is None.*--out")])
 def test_run_of_other_settings_is_refused(changes, named, halfway):
     """A run is not continued with other settings: the sentence names what differs, with no advice to delete, and the
     results stay as they are."""
@@ -3380,8 +3380,8 @@ BAD = [  # a command line, and what its sentence says
     bad(TELL + " --labelled text", "classify needs --labelled, a folder; it is text"),
     bad(TELL + " --labelled none", "none has 0 class folders; the network of run/maml-0 can tell 2 to 5"),
     bad(TELL + " --labelled one", "one has 1 class folders; the network of run/maml-0 can tell 2 to 5"),
-    bad(TELL + " --labelled six", "six has 6 class folders; the network of run/maml-0 can tell 2 to 5 classes apart; "
-        "train one with --way 6."),
+    bad(TELL + " --labelled six", "six has 6 class folders; the network of run/maml-0 can tell 2 to 5 apart; change them, "
+        "or train with another --way."),
     bad(TELL + " --labelled three --images gone", "classify needs --images, a folder; it is gone"),
     bad(TELL + " --labelled three --images none", "none holds no image that can be read"),
     bad(TELL + " --labelled three --inner-rate inf", "--inner-rate is inf; it must be from 0 to"),
@@ -3480,7 +3480,7 @@ def test_own_folder_that_changes_is_refused(change, tmp_path):
     line = ["run", "--sequence", own, "--methods", "maml", "--out", tmp_path / "out", *SMALL, "--shot", 1, "--query", 1]
     work_here(*line)
     change(own)
-    with pytest.raises(boml.Problem, match=r"does not continue \(mine: checksum was \w+, is \w+; .*\); use another --out"):
+    with pytest.raises(boml.Problem, match=r"\(checksum of dataset 1 was '\w+', is '\w+'\); use those, or another --out"):
         work_here(*line)
 
 
