@@ -40,8 +40,8 @@ import os, signal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads: 15x slower on shared cores
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages: fewer page faults
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning: 15x slower on shared cores
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
 
 import argparse, contextlib, csv, dataclasses, fcntl, functools, hashlib, html, io, itertools, json
 import math, multiprocessing.connection, re, subprocess, sys, time, zipfile
@@ -132,7 +132,7 @@ class Setting(NamedTuple):
     inner_rate: float  # alpha
     inner_steps: int  # k in meta-training
     eval_steps: int  # k in meta-evaluation
-    decay: tuple[float, ...] = ()  # at these fractions of J the outer rate falls to a tenth
+    decay: tuple[float, ...] = ()  # fractions of J where the outer rate falls to a tenth
     stand_in: str = ""  # its generated replacement
     rotate: bool = False  # every 90 degree rotation of a class is a separate class
     iterations: int = 5000  # J
@@ -193,7 +193,7 @@ class Dataset(NamedTuple):
     kind: str  # "real", "generated" or "own"
     classes: list[str]
     setting: Setting
-    images: Tensor  # (n, C, 28, 28) uint8, on the device; None if the images are gone
+    images: Tensor  # (n, C, 28, 28) uint8; None if they are gone
     rows: Tensor  # (classes, most): indices of each class's images, padded with -1
     splits: dict[str, Tensor]  # train, val, test: indices of classes
     checksum: str = ""
@@ -231,8 +231,8 @@ def read_image(path: Path, folder: Path, channels: int) -> np.ndarray:
             image = ImageOps.exif_transpose(image).convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
             image = image.convert("L" if channels == 1 else "RGB")
-            return np.asarray(image.resize((28, 28), Image.Resampling.BILINEAR))
-    except Exception as error:  # Pillow raises almost anything on bad bytes
+            return np.asarray(image.resize((28, 28), Image.BILINEAR))
+    except Exception as error:  # and so does Pillow
         raise Problem(f"{path} cannot be used as an image ({brief(error)}); remove or replace it.")
 
 
@@ -304,10 +304,10 @@ def check_dataset(data: Dataset, cfg: Config):
 
 
 def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset], Dataset]:
-    """The Omniglot sequence: tasks that arrive one by one, each a dataset; and what to evaluate on.
+    """The Omniglot sequence: tasks, each a dataset, and what to evaluate on. Classes are named
+    alphabet/character; alphabets come in random order, cut into tasks of N characters; a task to
+    evaluate on is of one unseen alphabet.
 
-    Classes are named alphabet/character. Alphabets come in random order, cut into tasks of N
-    characters; a task to evaluate on is of one unseen alphabet.
     DIFFERS: an alphabet's last, incomplete task is left out, 24 of the paper's 254.
     """
     rng, tasks, N = np.random.default_rng(seed), [], cfg.way
@@ -343,7 +343,7 @@ def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Ten
     """Indices of images (T, N, K+Q). The top k of uniform numbers are k random ones."""
     device, classes = data.images.device, data.splits[split]
     u = torch.rand(tasks, len(classes), generator=rng, device=device)
-    if data.alphabet is not None:  # only the alphabet of the class that comes first
+    if data.alphabet is not None:  # only the first class's alphabet
         alphabet = data.alphabet[classes]
         u = u.masked_fill(alphabet != alphabet[u.argmax(1)][:, None], -1)
     rows = data.rows[classes[u.topk(cfg.way).indices]]  # (T, N, most)
@@ -483,7 +483,7 @@ def network(p: Params, x: Tensor, apply=layer, second_order=False) -> Tensor:
             x = first_block(p, x)
         else:
             x = F.max_pool2d(apply(p, f"norm{i}", apply(p, f"conv{i}", x)), 2)
-        x = F.relu(x)  # after the pool, on a quarter of the values, with the same result
+        x = F.relu(x)  # after the pool: the same, on a quarter of the values
     return apply(p, "linear", x.reshape(len(x), T, -1).transpose(0, 1))
 
 
@@ -519,7 +519,7 @@ def adapt(p: Params, x, y, alpha, k, second_order=False, net=network) -> tuple[P
     losses = []
     for _ in range(k):
         losses.append(cross_entropy(net(p, x, second_order=second_order), y))
-        grads = torch.autograd.grad(losses[-1].sum(), list(p.values()), create_graph=second_order)
+        grads = torch.autograd.grad(losses[-1].sum(), p.values(), create_graph=second_order)
         p = {n: v - alpha.view(-1, *[1] * (g.dim() - 1)) * g for (n, v), g in zip(p.items(), grads)}
         p = p if second_order else leaves(p)
     return p, losses[0]
@@ -539,16 +539,16 @@ def meta_gradient(theta: Params, batch, alpha, k, support_weight, net=network):
     for part in chunks(T, x_s.device):
         leaf = leaves(adapted, part)
         query_loss = cross_entropy(net(leaf, x_q[part]), y_q[part]).sum()
-        cotangents.append(torch.autograd.grad(query_loss, list(leaf.values())))
+        cotangents.append(torch.autograd.grad(query_loss, leaf.values()))
         loss = loss + query_loss.detach()
     outputs = [*adapted.values(), support_loss]
     cotangents = [torch.cat(c) for c in zip(*cotangents)]
     cotangents.append(torch.full_like(support_loss, support_weight))
-    return loss, list(torch.autograd.grad(outputs, list(theta.values()), cotangents))
+    return loss, torch.autograd.grad(outputs, theta.values(), cotangents)
 
 
 # -------------------------------------------------------------------------------- Several processes
-# Under torchrun the tasks of a meta-batch, a curvature or an evaluation are dealt out to the ranks.
+# Under torchrun the ranks share the tasks of each meta-batch, curvature and evaluation.
 
 TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # not RANK alone, which some clusters set
 _env = os.environ if TORCHRUN else dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
@@ -613,7 +613,7 @@ class Posterior:
 
     def parameters(self, theta: Params) -> list[dict]:
         """What is trained, as Adam's parameter groups, theta first."""
-        return [dict(params=list(theta.values()), lr=self.cfg.outer_rate)]
+        return [dict(params=theta.values(), lr=self.cfg.outer_rate)]
 
     def gradient(self, theta: Params, batch, alpha, k, rngs):
         """The likelihoods, summed over tasks, and their gradient in all parameters. `rngs` has a
@@ -816,7 +816,7 @@ def merge(block: Block, rank: int) -> Block:
     U, S, V = torch.linalg.svd(R_a @ R_g.T)
     A, G = Q_a @ U[:, :rank], Q_g @ (V.T[:, :rank] * S[:rank])
     trace = A[:: block[0].shape[-1] + 1].sum(0)
-    sign = torch.where(trace < 0, -1.0, 1.0)  # both factors positive rather than both negative
+    sign = torch.where(trace < 0, -1.0, 1.0)  # both factors positive, not both negative
     pairs = [(f * sign).T.reshape(rank, *x.shape[1:]) for f, x in zip((A, G), block)]
     return tuple(f.to(x.dtype) for f, x in zip(pairs, block))
 
@@ -850,7 +850,7 @@ class Laplace(Posterior):
                 product = product + times(self.blocks[name], D)
             value = value + 0.5 * (D * product).sum()
             grads.append(product)
-        return value, torch.autograd.grad(matrices, list(theta.values()), grads)
+        return value, torch.autograd.grad(matrices, theta.values(), grads)
 
     def absorb(self, theta, data, rng):
         """Lines 12 to 16 of Algorithm 1."""
@@ -943,7 +943,7 @@ class Variational(Posterior):
         self.prior_logvar = filled(theta, math.log(cfg.first_variance))
 
     def parameters(self, theta):
-        logvars = dict(params=list(self.logvar.values()), lr=self.cfg.logvar_rate)
+        logvars = dict(params=self.logvar.values(), lr=self.cfg.logvar_rate)
         return [*super().parameters(theta), logvars]
 
     def variance(self) -> Params:
@@ -977,7 +977,7 @@ class Variational(Posterior):
         support, *support_grads = self.expected_loss(spread(theta, T), x_s, y_s, rngs)
         losses, adapted_grads, logvar_grads = zip(*queries)
         cotangents = [torch.cat(g) for g in zip(*adapted_grads)]
-        grads = torch.autograd.grad(list(adapted.values()), list(theta.values()), cotangents)
+        grads = torch.autograd.grad(adapted.values(), theta.values(), cotangents)
         grads = [g + weight * s.sum(0) for g, s in zip(grads, support_grads[0])]
         grads += [sum(g) + weight * s for *g, s in zip(*logvar_grads, support_grads[1])]
         return sum(losses) + weight * support, grads
@@ -1004,8 +1004,8 @@ class Variational(Posterior):
 
 
 # ------------------------------------------------------------------------------------------ Methods
-# Where the i-th meta-batch of a stage comes from: given the datasets that have arrived, a list of
-# (dataset, indices of its tasks' images).
+# The source of a stage's i-th meta-batch: from the datasets that have arrived, a list of (dataset,
+# indices of images (T, N, K+Q)).
 
 
 def from_newest(arrived: list[Dataset], i: int, cfg: Config, seed: int):
@@ -1015,11 +1015,11 @@ def from_newest(arrived: list[Dataset], i: int, cfg: Config, seed: int):
 
 def from_all(arrived, i, cfg, seed):
     """Train-On-Everything: all datasets in turn, each round in random order."""
-    t, M, owners = len(arrived) - 1, cfg.meta_batch, []
+    d, M, owners = len(arrived), cfg.meta_batch, []
     for n in range(i * M, (i + 1) * M):
-        order = torch.randperm(t + 1, generator=stream("cpu", seed, "plan", t, n // (t + 1)))
-        owners.append(int(order[n % (t + 1)]))
-    rng = stream(arrived[-1].images.device, seed, "train", t, i)
+        order = torch.randperm(d, generator=stream("cpu", seed, "plan", d - 1, n // d))
+        owners.append(int(order[n % d]))
+    rng = stream(arrived[-1].images.device, seed, "train", d - 1, i)
     return [(data, sample_tasks(data, "train", owners.count(j), cfg, rng))
             for j, data in enumerate(arrived) if j in owners]
 
@@ -1057,8 +1057,8 @@ METHODS = {
 
 
 def meta_step(theta: Params, posterior: Posterior, optimiser, batch, cfg: Config, noise) -> Tensor:
-    """Lines 7 to 10 of Algorithm 1: an outer update; returns the objective. A batch is a list of
-    (dataset, indices); noise(m) is a generator for task m."""
+    """Lines 7 to 10 of Algorithm 1: an outer update; returns the objective. noise(m) is a generator
+    for task m."""
     params = [p for group in optimiser.param_groups for p in group["params"]]
     sums, before = [params[0].new_zeros(()), *map(torch.zeros_like, params)], 0
     groups = defaultdict(list)  # by k: tasks with the same k adapt together
@@ -1119,7 +1119,7 @@ CHECKPOINT_EVERY = 100  # iterations
 
 class Job(NamedTuple):
     method: str
-    variant: str  # the method, with lambda if that is not the experiment's own: "bomla@1000"
+    variant: str  # the method, with lambda if not the experiment's: "bomla@1000"
     seed: int
     cfg: Config
 
@@ -1133,7 +1133,7 @@ class Run:
 
     def __init__(self, job, sequence, judges, facts, out, progress, device="cpu"):
         self.job, self.cfg, self.out, self.device = job, job.cfg, out, torch.device(device)
-        self.sequence, self.judges = sequence, judges  # datasets to learn, datasets to evaluate on
+        self.sequence, self.judges = sequence, judges  # datasets to learn and to evaluate on
         self.progress = progress  # takes the fraction done; returns True to stop
         self.method, self.learned = METHODS[job.method], [facts_of(d) for d in sequence]
         who = dict(method=job.method, variant=job.variant, seed=job.seed,
@@ -1245,7 +1245,7 @@ class Run:
             self.compare(state)
             try:
                 self.load(state)
-            except Exception as error:  # it can hold anything
+            except Exception as error:
                 say_damaged(path, error)
                 continue
             if RANK == 0 and path != newest and newest.exists():  # not to be kept as "before"
@@ -1301,7 +1301,7 @@ def checkpoints(folder: Path, device="cpu"):
                 is_run = all(isinstance(state[key], kind) for key, kind in kinds.items())
                 need(is_run, "it is not of a run")
                 yield path, state
-        except Exception as error:  # torch raises almost anything on bad bytes
+        except Exception as error:
             say_damaged(path, error)
 
 
@@ -1317,7 +1317,7 @@ def replacing(path: Path, keep: Path | None = None):
         if keep and path.exists():
             os.replace(path, keep)
         os.replace(new, path)
-    except (OSError, RuntimeError) as error:  # torch has a RuntimeError for a full disk
+    except (OSError, RuntimeError) as error:  # the latter is torch's, on a full disk
         new.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written ({brief(error)}); what was there is kept.")
 
@@ -1351,7 +1351,7 @@ def read_records(folder, settings=None):
                      and r["newest"] and r["way"] and r["revision"] and METHODS[r["method"]]
                      and label_of(r["variant"]) and r["seed"] >= 0, "a value")
             found[path] = rows[0]["settings"], rows
-        except Exception as error:  # a foreign file can hold anything
+        except Exception as error:
             print(f"left out: {path} ({brief(error)} is wrong in it)")
     counts = Counter(of for of, _ in found.values())
     settings = settings or max(counts, key=counts.get, default=None)
@@ -1444,7 +1444,7 @@ C.3 bomla end all > bomla@1 end all
 C.3 bomla end all > bomla@1000 end all
 C.3 bomla@1000 end past > bomla@1 end past
 C.3 bomla@1 own new > bomla@1000 own new
-"""  # what the paper says, by section: past datasets, new ones, the last, all; in points
+"""  # what the paper says, by section; keys as in accuracies, margins in points
 TASK_CLAIMS = """
 6.2 bomla last tasks > bomla first tasks
 6.2 bomvi last tasks > bomvi first tasks
@@ -1457,7 +1457,7 @@ TASK_CLAIMS = """
 6.2 bomla last tasks > bomvi last tasks
 6.2 bomla last tasks > bomla@1 last tasks
 6.2 bomla last tasks > bomla@100 last tasks
-"""  # a quarter of the sequence each
+"""  # the first and last quarter of the sequence
 
 
 def verdicts(runs, claims):
@@ -1470,7 +1470,7 @@ def verdicts(runs, claims):
         pairs = [(found[a, seed], found[b, seed]) for v, seed in found if v == a
                  and (b, seed) in found]
         apart = [one.get(key_a, math.nan) - other.get(key_b, math.nan) for one, other in pairs]
-        apart = [value for value in apart if not math.isnan(value)]  # both have come that far
+        apart = [value for value in apart if not math.isnan(value)]
         mean, half = sum(apart) / max(len(apart), 1), half_width(apart)
         over = mean - float(margin.replace(" ", "") or 0)
         verdict = "holds" if (over > 0) == (sign == ">") else "fails"
@@ -1655,7 +1655,7 @@ def options():
 
     words = several(str)
     parser.add_argument("command", choices=[*EXPERIMENTS, "report", "classify"])
-    add("sequence", "datasets or folders of class folders (default: the experiment's)", type=words)
+    add("sequence", "datasets or folders of class folders", type=words)
     add("methods", f"of {','.join(METHODS)} (default: all)", type=words, default=tuple(METHODS))
     add("seeds", "default: 0", type=several(int), default=(0,))
     add("schedule", "default: paper with a GPU, else cpu", choices=SCHEDULES)
@@ -1667,8 +1667,8 @@ def options():
     add("fresh", "delete the results of these runs and start over", action="store_true")
     add("start_from", "folder of a run whose parameters and posterior to begin with", type=Path)
     add("from", "classify: folder of the run to use", type=Path, dest="source")
-    add("labelled", "classify: folder of class folders, with some images each", type=Path)
-    add("images", "classify: folder of the images to classify", type=Path)
+    add("labelled", "classify: folder of class folders", type=Path)
+    add("images", "classify: folder of images to classify", type=Path)
     for name in PER_DATASET:
         kind = float if name == "inner_rate" else int
         add(name, "one for all datasets, or one for each", type=several(kind))
@@ -1701,8 +1701,7 @@ def parse(argv):
                if name in names - {"past_weight"} and value is not None}
     datasets = args.sequence or experiment.sequence
     need(datasets, "run needs --sequence: datasets in order, separated by commas.")
-    need(args.command != "omniglot" or len(datasets) == 1, "omniglot takes one dataset, whose "
-         "alphabets it cuts into tasks.")
+    need(args.command != "omniglot" or len(datasets) == 1, "omniglot takes one dataset; name one.")
     args.sequence = []
     for name in datasets:
         if args.generated and name in DATASETS and not (args.data / f"{name}.npz").exists():
@@ -1723,8 +1722,8 @@ def parse(argv):
 def jobs(args, experiment):
     """A job for each seed, method and lambda."""
     todo, cfg, weighed = [], args.cfg, experiment.past_weight
-    need(not args.past_weight or set(args.methods) & set(weighed), "--past-weight is for bomla and "
-         "bomvi; add one of them.")
+    need(not args.past_weight or set(args.methods) & set(weighed),
+         "--past-weight is for bomla and bomvi; add one.")
     for seed, method in itertools.product(args.seeds, args.methods):
         check("seeds", seed, 0)
         need(method in METHODS, f"--methods: {method!r} is not one of {', '.join(METHODS)}.")
@@ -1773,7 +1772,7 @@ def load_sequence(args, job, device="cpu"):
         need(data.name not in [d.name for d in sequence], f"two datasets are named {data.name}.")
         sequence.append(data)
     need(not gone or METHODS[job.method].source is from_newest, f"{job.method} trains on all "
-         f"datasets, and {', '.join(gone)} is gone; leave it out of --methods.")
+         f"datasets, and {', '.join(gone)} is gone; leave {job.method} out.")
     return sequence
 
 
@@ -1809,7 +1808,7 @@ DISK_FAILED = 3  # exit status; the disk may be full, so no other run starts
 def child(args, job, slot):
     """A run in a process of its own. SIGTERM stops it after its iteration, with a checkpoint; only
     the parent hears Ctrl-C."""
-    torch.set_num_threads(1)  # two runs with a thread each beat one run with two
+    torch.set_num_threads(1)  # two runs of one thread beat one of two
     if args.device == "cuda":
         torch.cuda.set_device(slot % torch.cuda.device_count())
     asked, start, said = [], time.time(), time.time() - 50
@@ -1895,7 +1894,7 @@ def main(argv):
         show()
         torch.distributed.barrier()
         sys.stdout.flush()
-        os._exit(0)  # without Python's clean-up, in which torch sometimes aborts
+        os._exit(0)  # skips Python's clean-up, where torch sometimes aborts
     folder.mkdir(parents=True, exist_ok=True)  # fails before any run starts
     failed = side_by_side(args, show)
     need(not failed, f"{', '.join(failed)} did not finish, for the reason above.")
@@ -1904,7 +1903,7 @@ def main(argv):
 def one_sentence(function, *args):
     """A mistake of the user or the machine ends in one sentence and status 2."""
     for output in (sys.stdout, sys.stderr):
-        output.reconfigure(errors="backslashreplace")  # names that the terminal cannot show
+        output.reconfigure(errors="backslashreplace")  # names the terminal cannot show
     try:
         return function(*args)
     except (Problem, OSError, MemoryError, RuntimeError) as problem:
