@@ -934,6 +934,7 @@ class Variational(Posterior):
 
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
+        self.support_weight = cfg.shot / cfg.query
         # DIFFERS: Eq. 14 over its query images has a KL over N Q; the authors also divide it by
         # tasks and samples: by 75 x 32 x 20 in the paper's N-athlons, here on every schedule.
         named = {"paper": 1 / (cfg.way * cfg.query), "authors": 1 / (75 * 32 * 20)}
@@ -969,18 +970,18 @@ class Variational(Posterior):
     def gradient(self, theta, batch, alpha, k, rngs):
         """Eq. 14's likelihoods; the mean adapts by gradients at the mean (Eqs. 33, 34)."""
         x_s, y_s, x_q, y_q = batch
-        T, weight, queries = len(x_s), self.cfg.shot / self.cfg.query, []
+        T, weight, queries = len(x_s), self.support_weight, []
         adapted, _ = adapt(spread(theta, T), x_s, y_s, alpha, k, second_order=True)
         for part in chunks(T, x_s.device):
             mean = {n: v[part] for n, v in adapted.items()}
             queries.append(self.expected_loss(mean, x_q[part], y_q[part], rngs[part]))
-        support, *support_grads = self.expected_loss(spread(theta, T), x_s, y_s, rngs)
-        losses, adapted_grads, logvar_grads = zip(*queries)
-        cotangents = [torch.cat(g) for g in zip(*adapted_grads)]
+        losses, in_adapted, in_logvar = zip(*queries)
+        support_loss, in_mean, in_logvar_s = self.expected_loss(spread(theta, T), x_s, y_s, rngs)
+        cotangents = [torch.cat(g) for g in zip(*in_adapted)]
         grads = torch.autograd.grad(adapted.values(), theta.values(), cotangents)
-        grads = [g + weight * s.sum(0) for g, s in zip(grads, support_grads[0])]
-        grads += [sum(g) + weight * s for *g, s in zip(*logvar_grads, support_grads[1])]
-        return sum(losses) + weight * support, grads
+        grads = [g + weight * s.sum(0) for g, s in zip(grads, in_mean)]
+        grads += [sum(g) + weight * s for *g, s in zip(*in_logvar, in_logvar_s)]
+        return sum(losses) + weight * support_loss, grads
 
     def penalty(self, theta):
         """The KL of Eq. 14, weighted."""
@@ -1198,7 +1199,7 @@ class Run:
         return stop and i < J
 
     def save(self):
-        """A checkpoint, the one before it kept, and the record made from it."""
+        """A checkpoint, with the one before it kept, and the record."""
         same_on_all_ranks(self.theta)
         state = dict(settings=self.settings, learned=self.learned, stage=self.stage,
                      iteration=self.iteration, rows=self.rows, seconds=time.time() - self.clock,
@@ -1271,9 +1272,9 @@ class Run:
 
 
 def facts_of(data: Dataset) -> dict:
-    """What identifies a dataset and its training, for records and checkpoints."""
-    settings = {field: getattr(data.setting, field) for field in PER_DATASET}
-    return dict(name=data.name, kind=data.kind, checksum=data.checksum, **settings)
+    """What identifies a dataset and its training."""
+    options = {name: getattr(data.setting, name) for name in PER_DATASET}
+    return dict(name=data.name, kind=data.kind, checksum=data.checksum, **options)
 
 
 def flat(settings, learned) -> dict:
@@ -1307,7 +1308,7 @@ def checkpoints(folder: Path, device="cpu"):
 
 @contextlib.contextmanager
 def replacing(path: Path, keep: Path | None = None):
-    """A file that takes path's place once all of it is on disk."""
+    """A file that replaces path once all of it is on disk."""
     new = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         with open(new, "wb") as file:
@@ -1319,7 +1320,7 @@ def replacing(path: Path, keep: Path | None = None):
         os.replace(new, path)
     except (OSError, RuntimeError) as error:  # the latter is torch's, on a full disk
         new.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written ({brief(error)}); what was there is kept.")
+        raise OSError(f"{path} cannot be written ({brief(error)}); the old one is kept.")
 
 
 @contextlib.contextmanager
@@ -1335,7 +1336,7 @@ def lock(folder: Path):
 
 
 # ------------------------------------------------------------------------------------------- Report
-# Table, verdicts and figure are made from the records on disk.
+# Made from the records on disk alone.
 
 
 def read_records(folder, settings=None):
@@ -1394,7 +1395,7 @@ def accuracies(rows):
 
 
 def half_width(values):
-    """Half of the mean's 95 % interval by Student's t; infinite for fewer than three values."""
+    """Half of the mean's 95 % interval (Student's t); infinite for fewer than three values."""
     t = {3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31}.get(len(values), 2.26)
     return t * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 2 else math.inf
 
@@ -1608,7 +1609,7 @@ def classify(args):
 
 
 def predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k):
-    """Probabilities (B, n) of n classes, by the first n outputs of a checkpoint's network."""
+    """Probabilities (B, n), by the first n outputs of a checkpoint's network."""
 
     def first(p):
         return {name: v[:n] if name.startswith("linear") else v for name, v in p.items()}
@@ -1617,9 +1618,10 @@ def predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k):
         x = torch.from_numpy(np.array(images)).reshape(1, len(images), 28, 28, -1)
         return to_floats(x.permute(0, 1, 4, 2, 3), cfg.channels)
 
-    theta, kept = first(state["theta"]), state["posterior"]
+    theta = first(state["theta"])
     posterior = METHODS[state["settings"]["method"]].posterior(cfg, theta)
-    posterior.load({name: first(v) if name == "logvar" else v for name, v in kept.items()})
+    posterior.load({name: first(v) if name == "logvar" else v
+                    for name, v in state["posterior"].items()})
     start, y_s = leaves(spread(theta, 1)), torch.from_numpy(y_s)[None]
     adapted, _ = adapt(start, floats(x_s), y_s, torch.tensor([alpha]), k)
     with torch.no_grad():
@@ -1720,7 +1722,7 @@ def parse(argv):
 
 
 def jobs(args, experiment):
-    """A job for each seed, method and lambda."""
+    """One for each seed, method and lambda."""
     todo, cfg, weighed = [], args.cfg, experiment.past_weight
     need(not args.past_weight or set(args.methods) & set(weighed),
          "--past-weight is for bomla and bomvi; add one.")
@@ -1731,13 +1733,13 @@ def jobs(args, experiment):
         for value in args.past_weight if args.past_weight and method in weighed else (usual,):
             variant = method if value == usual else f"{method}@{value:g}"
             todo.append(Job(method, variant, seed, dataclasses.replace(cfg, past_weight=value)))
-    names = {job.name for job in todo}
-    need(len(names) == len(todo), "--methods, --seeds or --past-weight repeats one.")
+    need(len({job.name for job in todo}) == len(todo),
+         "--methods, --seeds or --past-weight repeats one; give each once.")
     return todo
 
 
 def shared_facts(args, sequence):
-    """What all records of a table share."""
+    """What all records of a table share; their settings as a hash."""
     settings = repr((args.cfg, [facts_of(d) for d in sequence])).encode()
     kinds = " and ".join(sorted({d.kind for d in sequence}, reverse=True))
     return dict(experiment=args.command, schedule=args.schedule, data=kinds, way=args.cfg.way,
@@ -1745,7 +1747,7 @@ def shared_facts(args, sequence):
 
 
 def revision():
-    """Of this program, where it is a git checkout."""
+    """This program's git revision."""
     with contextlib.suppress(OSError):
         command = ["git", "-C", HERE, "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
@@ -1769,7 +1771,8 @@ def load_sequence(args, job, device="cpu"):
         else:
             data = load_dataset(name, setting, args.data, job.cfg, device)
             check_dataset(data, job.cfg)
-        need(data.name not in [d.name for d in sequence], f"two datasets are named {data.name}.")
+        need(data.name not in [d.name for d in sequence], f"two datasets are named {data.name}; "
+             "leave out or rename one.")
         sequence.append(data)
     need(not gone or METHODS[job.method].source is from_newest, f"{job.method} trains on all "
          f"datasets, and {', '.join(gone)} is gone; leave {job.method} out.")
@@ -1791,7 +1794,7 @@ def starting_point(args, job):
 
 
 def work(args, job, progress) -> bool:
-    """One run, from its data to its last record; False if it was stopped."""
+    """One run; False if it was stopped."""
     sequence = judges = load_sequence(args, job, args.device)
     facts, out = shared_facts(args, sequence), args.out / args.command / job.name
     if args.command == "omniglot":
