@@ -107,7 +107,7 @@ class Config:
     averaging: str = option("averages", "product of averages over tasks, or average of products as "
                             "in the paper (BomLA)", choices=("averages", "products"))
     jacobian_rate: float | None = option(None, "rate in the adaptation's Jacobian, if not alpha; "
-                                         "the paper has 1 (BomLA)")
+                                         "the paper has 1, 0 is no Jacobian (BomLA)")
     merge_rank: int = option(1, "Kronecker pairs kept per layer; 0 keeps all (BomLA)", 0)
     exact_labels: bool = option(False, "Fisher by all labels, not one draw (BomLA)")
     support_hessian: bool = option(False, "add the support loss's curvature (BomLA)")
@@ -149,7 +149,7 @@ DATASETS = {
 }
 DATASETS |= {s.stand_in: s._replace(stand_in="", rotate=False) for s in DATASETS.values()}
 OWN = Setting(0.1, 5, 10, (0.5,))  # for a folder of one's own images
-PER_DATASET = ("iterations", "inner_rate", "inner_steps", "eval_steps")  # options
+PER_DATASET = ("iterations", "inner_rate", "inner_steps", "eval_steps")  # options by dataset
 
 
 class Experiment(NamedTuple):
@@ -1139,7 +1139,7 @@ class Run:
         self.method, self.learned = METHODS[job.method], [facts_of(d) for d in sequence]
         who = dict(method=job.method, variant=job.variant, seed=job.seed,
                    experiment=facts["experiment"])
-        # in every row of the record; and what a resumed run must share
+        # facts are in every row of the record; settings must stay the same in a resumed run
         self.facts = facts | who | dict(datasets=[d.name for d in judges], stages=len(sequence))
         self.settings = who | dataclasses.asdict(job.cfg)
         self.theta = self.initial(0)
