@@ -583,11 +583,16 @@ def sum_over_ranks(values: list[Tensor]) -> list[Tensor]:
 
 
 def from_first_rank(content: bytes, device) -> bytes:
-    """The first rank's content: the ranks need not share a disk."""
-    box = [content]
-    if RANKS > 1:
-        torch.distributed.broadcast_object_list(box, device=device)
-    return box[0]
+    """The first rank's content, as bytes, not a pickle: the ranks need not share a disk."""
+    if RANKS == 1:
+        return content
+    size = torch.tensor([len(content)], device=device)
+    torch.distributed.broadcast(size, 0)
+    buffer = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if RANK == 0 and content:
+        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    torch.distributed.broadcast(buffer, 0)
+    return buffer.cpu().numpy().tobytes()
 
 
 def same_on_all_ranks(p: Params):
@@ -606,7 +611,6 @@ class Posterior:
     """What a method carries from dataset to dataset beside theta: nothing, for MAML and its kin."""
 
     decays = True  # the outer rate follows the dataset's schedule
-    carried: tuple[str, ...] = ()  # the attributes that a checkpoint holds
 
     def __init__(self, cfg: Config, theta: Params):
         self.cfg, self.support_weight = cfg, 0.0  # Eq. 2 has no support term
@@ -632,10 +636,11 @@ class Posterior:
         return {"": network(adapted, x).log_softmax(-1)}
 
     def state(self) -> dict:
-        return {name: getattr(self, name) for name in self.carried}
+        """What a checkpoint holds of the posterior; `load` takes it back."""
+        return {}
 
     def load(self, state: dict):
-        vars(self).update({name: state[name] for name in self.carried})
+        pass
 
 
 # ------------------------------------------------------------------------------------------ Laplace
@@ -831,8 +836,6 @@ def times(block: Block, D: Tensor) -> Tensor:
 class Laplace(Posterior):
     """BomLA: mean mu_t and precision Lambda_t = lambda H_t + Lambda_{t-1} (Eq. 29)."""
 
-    carried = "mean", "blocks"
-
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
         self.support_weight = cfg.shot / cfg.query
@@ -870,6 +873,12 @@ class Laplace(Posterior):
             block = (*block[:-1], block[-1] * cfg.past_weight)  # lambda on one factor
             block = add_blocks(self.blocks[name], block) if name in self.blocks else block
             self.blocks[name] = merge(block, cfg.merge_rank)
+
+    def state(self):
+        return dict(mean=self.mean, blocks=self.blocks)
+
+    def load(self, state):
+        self.mean, self.blocks = state["mean"], state["blocks"]
 
 
 # -------------------------------------------------------------------------------------- Variational
@@ -930,7 +939,6 @@ class Variational(Posterior):
     """BomVI, Algorithm 2: Adam trains mean (theta) and log-variance, which are the next prior."""
 
     decays = False  # Table 2
-    carried = "logvar", "prior_mean", "prior_logvar"
 
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
@@ -1002,6 +1010,13 @@ class Variational(Posterior):
                    for _ in range(self.cfg.mc_samples)]
         sampled = torch.stack(samples).logsumexp(0) - math.log(len(samples))
         return super().predict(adapted, x, rngs) | {"sampled_": sampled}
+
+    def state(self):
+        return dict(logvar=self.logvar, prior_mean=self.prior_mean, prior_logvar=self.prior_logvar)
+
+    def load(self, state):
+        self.logvar = state["logvar"]
+        self.prior_mean, self.prior_logvar = state["prior_mean"], state["prior_logvar"]
 
 
 # ------------------------------------------------------------------------------------------ Methods
@@ -1258,14 +1273,20 @@ class Run:
 
     def compare(self, state):
         """Refuse to go on from a run that this one does not continue."""
-        if "start_from" in state["settings"]:  # as it began, unless the command says otherwise
-            self.settings.setdefault("start_from", state["settings"]["start_from"])
-        old = flat(state["settings"], state["learned"])
-        new = flat(self.settings, self.learned[: len(state["learned"])])  # it may have grown
+        old, new = state["settings"], self.settings
+        if "start_from" in old:  # as it began, unless the command says otherwise
+            new.setdefault("start_from", old["start_from"])
         differ = [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in old | new
                   if old.get(k) != new.get(k)]
-        need(not differ, f"{self.out} holds a run of other settings or data ({'; '.join(differ)}); "
-             "use those, or another --out.")
+        need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); use its "
+             "settings, or another --out.")
+        before, now = state["learned"], self.learned
+        differ = [f"{a['name']}: {k} was {a[k]}, is {b[k]}" for a, b in zip(before, now) for k in a
+                  if a["name"] == b["name"] and a[k] != b[k]]
+        why = f" ({'; '.join(differ)}; learned data may be gone, not changed)" if differ else ""
+        names = [",".join(facts["name"] for facts in some) for some in (before, now)]
+        need(now[: len(before)] == before, f"{self.out} holds a run of {names[0]}, which {names[1]}"
+             f" does not continue{why}; use another --out.")
         was = state["rows"][-1]["revision"] if state["rows"] else self.facts["revision"]
         if was != self.facts["revision"]:
             print(f"{self.job.name}: the program has changed since {was}; going on.")
@@ -1275,12 +1296,6 @@ def facts_of(data: Dataset) -> dict:
     """What identifies a dataset and its training."""
     options = {name: getattr(data.setting, name) for name in PER_DATASET}
     return dict(name=data.name, kind=data.kind, checksum=data.checksum, **options)
-
-
-def flat(settings, learned) -> dict:
-    """The settings of a run and of its datasets in one dict."""
-    return settings | {f"{key} of dataset {j}": value for j, facts in enumerate(learned, 1)
-                       for key, value in facts.items()}
 
 
 def say_damaged(path, error):

@@ -2419,12 +2419,12 @@ def test_record_alone_survives_a_command(fake_data, tmp_path):
 
 
 @pytest.mark.parametrize("changes, named", [
-    (dict(cfg=toy_config(eval_every=4, **TINY | dict(query=2))), "query was 1, is 2\\); use those, or another --out"),
+    (dict(cfg=toy_config(eval_every=4, **TINY | dict(query=2))), "query was 1, is 2\\); use its settings, or another"),
     (dict(sequence=[toy_data(0, iterations=6), toy_data(1, name="mini_quickdraw", iterations=9)]),
-     "other settings or data \\(iterations of dataset 2 was 8, is 9\\); use those, or another --out"),
+     "continue \\(mini_quickdraw: iterations was 8, is 9; learned data may be gone, not changed\\); use another --out"),
     (dict(sequence=[toy_data(0, iterations=6), toy_data(1, name="cifar_fs", iterations=8)]),
-     "name of dataset 2 was 'mini_quickdraw', is 'cifar_fs'.*--out"),
-    (dict(sequence=[toy_data(0, iterations=6)]), "name of dataset 2 was 'mini_quickdraw', is None.*--out")])
+     "a run of omniglot,mini_quickdraw, which omniglot,cifar_fs does not continue.*--out"),
+    (dict(sequence=[toy_data(0, iterations=6)]), "omniglot,mini_quickdraw, which omniglot does not continue.*--out")])
 def test_run_of_other_settings_is_refused(changes, named, halfway):
     """A run is not continued with other settings: the sentence names what differs, with no advice to delete, and the
     results stay as they are."""
@@ -3480,7 +3480,7 @@ def test_own_folder_that_changes_is_refused(change, tmp_path):
     line = ["run", "--sequence", own, "--methods", "maml", "--out", tmp_path / "out", *SMALL, "--shot", 1, "--query", 1]
     work_here(*line)
     change(own)
-    with pytest.raises(boml.Problem, match=r"\(checksum of dataset 1 was '\w+', is '\w+'\); use those, or another --out"):
+    with pytest.raises(boml.Problem, match=r"does not continue \(mine: checksum was \w+, is \w+; .*\); use another --out"):
         work_here(*line)
 
 
