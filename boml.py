@@ -1596,7 +1596,7 @@ def classify(args):
     x_s, y_s, classes = read_classes(args.labelled, cfg.channels)
     n, files, x_q = len(classes), [], []
     need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
-         f"can tell 2 to {cfg.way} apart; change them, or train with another --way.")
+         f"can tell 2 to {cfg.way} apart; for more, train with --way {n}.")
     for path in sorted(p for p in args.images.rglob("*") if not p.is_dir()):
         try:
             x_q.append(read_image(path, args.images, cfg.channels))

@@ -3380,8 +3380,8 @@ BAD = [  # a command line, and what its sentence says
     bad(TELL + " --labelled text", "classify needs --labelled, a folder; it is text"),
     bad(TELL + " --labelled none", "none has 0 class folders; the network of run/maml-0 can tell 2 to 5"),
     bad(TELL + " --labelled one", "one has 1 class folders; the network of run/maml-0 can tell 2 to 5"),
-    bad(TELL + " --labelled six", "six has 6 class folders; the network of run/maml-0 can tell 2 to 5 apart; change them, "
-        "or train with another --way."),
+    bad(TELL + " --labelled six", "six has 6 class folders; the network of run/maml-0 can tell 2 to 5 apart; "
+        "for more, train with --way 6."),
     bad(TELL + " --labelled three --images gone", "classify needs --images, a folder; it is gone"),
     bad(TELL + " --labelled three --images none", "none holds no image that can be read"),
     bad(TELL + " --labelled three --inner-rate inf", "--inner-rate is inf; it must be from 0 to"),
