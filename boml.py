@@ -18,11 +18,11 @@ Problems", ICML 2021, in one module to read from top to bottom with the paper at
     Eqs. 11, 25 to 28    adapted_curvature, sandwich    the Fisher seen through the adaptation
     Eqs. 24, 29          Laplace                        BomLA: penalty and precision
     Eqs. 14, 33, 34      Variational                    BomVI: likelihoods and KL
-    Eq. 8                meta_step                      adds meta_gradient and Laplace.penalty
+    Eqs. 8, 14           meta_step                      adds Posterior.gradient and .penalty
     Algorithms 1, 2      Run.go                         one dataset after another
     Tables 1 to 3        Config, DATASETS, EXPERIMENTS
 
-The method ends with Run.go; checkpoints, report and command line follow.
+The method ends with Run.go. DIFFERS marks what is unlike the paper or the authors' code.
 Run it with `bash run.sh triathlon`, or with `python boml.py triathlon` if data/ is there.
 
 Symbols: a task has N classes ("way"), each with K support and Q query images ("shot", "query").
@@ -102,7 +102,7 @@ class Config:
     eval_tasks: int = option(100, "tasks per evaluation of a dataset")
     eval_every: int = option(500, "iterations between evaluations")
     split: str = option("test", "classes to evaluate on", choices=("test", "val"))
-    past_weight: float = option(100.0, "lambda, one or several; BomVI has 1 by default", 1e-9)
+    past_weight: float = option(100.0, "lambda, one or several, if not the experiment's", 1e-9)
     hessian_tasks: int = option(5000, "tasks for a dataset's curvature (BomLA)")
     averaging: str = option("averages", "product of averages over tasks, or average of products as "
                             "in the paper (BomLA)", choices=("averages", "products"))
@@ -777,7 +777,7 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
     theta by the adaptation's Jacobian I - a H; a block for each layer.
 
     DIFFERS: the paper has a = 1 (Eq. 12), but one step of SGD has a = alpha.
-    The mean over tasks is of factors, as in the authors' code, or of products, as in the paper. A
+    The mean over tasks is of A, A_q, G, G_q, as in the authors' code, or of AA_q, ... (Eq. 28). A
     batch is x_s, y_s, x_q, y_q, and u_s, u_q for fisher_blocks.
     """
     products, tasks, support_sums, query_sums = cfg.averaging == "products", 0, {}, {}
@@ -807,7 +807,7 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
 
 
 def merge(block: Block, rank: int) -> Block:
-    """The nearest sum of `rank` Kronecker products in Frobenius norm (Van Loan and Pitsianis 1993).
+    """DIFFERS: the nearest sum of `rank` Kronecker products (Van Loan and Pitsianis 1993).
 
     Rearranged, the sum of A_i(x)G_i is the sum of vec(A_i) vec(G_i)', whose truncated SVD is the
     best approximation; QR decompositions leave an SVD of r x r. One pair of a positive
@@ -943,7 +943,7 @@ class Variational(Posterior):
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
         self.support_weight = cfg.shot / cfg.query
-        # DIFFERS: Eq. 14 over its query images has a KL over N Q; the authors also divide it by
+        # DIFFERS: Eq. 14 divided by N Q has KL / (N Q); the authors also divide the KL by
         # tasks and samples: by 75 x 32 x 20 in the paper's N-athlons, here on every schedule.
         named = {"paper": 1 / (cfg.way * cfg.query), "authors": 1 / (75 * 32 * 20)}
         self.kl_weight = named.get(cfg.kl_weight, cfg.kl_weight)
@@ -1073,7 +1073,7 @@ METHODS = {
 
 
 def meta_step(theta: Params, posterior: Posterior, optimiser, batch, cfg: Config, noise) -> Tensor:
-    """Lines 7 to 10 of Algorithm 1: an outer update; returns the objective. noise(m) is a generator
+    """Lines 7 to 10 of Algorithm 1; returns the objective (Eqs. 2, 8, 14). noise(m) is a generator
     for task m."""
     params = [p for group in optimiser.param_groups for p in group["params"]]
     sums, before = [params[0].new_zeros(()), *map(torch.zeros_like, params)], 0
@@ -1738,13 +1738,14 @@ def parse(argv):
 
 def jobs(args, experiment):
     """One for each seed, method and lambda."""
-    todo, cfg, weighed = [], args.cfg, experiment.past_weight
-    need(not args.past_weight or set(args.methods) & set(weighed),
-         "--past-weight is for bomla and bomvi; add one.")
+    todo, cfg = [], args.cfg
+    for method in args.methods:
+        need(method in METHODS, f"--methods: {method!r} is not one of {', '.join(METHODS)}.")
+    weighed = [m for m in args.methods if METHODS[m].posterior is not Posterior]
+    need(weighed or not args.past_weight, "--past-weight is for bomla and bomvi; add one.")
     for seed, method in itertools.product(args.seeds, args.methods):
         check("seeds", seed, 0)
-        need(method in METHODS, f"--methods: {method!r} is not one of {', '.join(METHODS)}.")
-        usual = weighed.get(method, cfg.past_weight)
+        usual = experiment.past_weight.get(method, cfg.past_weight)
         for value in args.past_weight if args.past_weight and method in weighed else (usual,):
             variant = method if value == usual else f"{method}@{value:g}"
             todo.append(Job(method, variant, seed, dataclasses.replace(cfg, past_weight=value)))
