@@ -4488,6 +4488,347 @@ def test_tiny_problem_is_trained():
     assert losses[1] < 0.8 * losses[0]
 
 
+# The same on the real network, after real training, and what the penalty is worth there: does it predict forgetting?
+# bash run.sh approximation --real BEFORE AFTER takes a run's checkpoints at the end of two stages and trains nothing.
+
+
+def within(p, name):
+    """A direction in one layer alone, or in "all"."""
+    return {n: v if name == "all" or n.startswith(f"{name}.") else torch.zeros_like(v) for n, v in p.items()}
+
+
+def directions(theta, move, T, rng):
+    """Of each layer, for each of T tasks: random signs, for the trace; the move; and of conv layers their own weights,
+    each filter with a random sign, for the sum of the forms along each filter. Of all layers together: the move."""
+    random = lambda *shape: torch.randint(0, 2, (T, *shape), generator=rng) * 2.0 - 1
+    signs = {n: random(*v.shape) for n, v in theta.items()}
+    filters = {n: v.detach() * random(len(v), *[1] * (v.dim() - 1)) for n, v in theta.items()}
+    found, moves = {}, {n: v.repeat(T, *[1] * v.dim()) for n, v in move.items()}
+    for name in (*boml.layers_of(theta), "all"):
+        found["move", name] = within(moves, name)
+        if name != "all":
+            found["trace", name] = within(signs, name)
+        if name.startswith("conv"):
+            found["filters", name] = within(filters, name)
+    return found
+
+
+def exact_forms(theta, batch, alpha, k, vectors):
+    """v' J' F J v of each task for each v (T, ...): the exact adapted Fisher of Eq. 11, by products with vectors. J is
+    the Jacobian of k steps, F the Fisher of the predictions for the whole query set, which batch norm ties together."""
+    x_s, y_s, x_q, _ = batch
+    p, found = boml.leaves(boml.spread(theta, len(x_s))), {}
+    vectors = {key: [v[n] for n in p] for key, v in vectors.items()}
+    for _ in range(k):
+        loss = boml.cross_entropy(boml.network(p, x_s, twice=True), y_s).sum()
+        grads = torch.autograd.grad(loss, list(p.values()), create_graph=True)
+        for key, v in vectors.items():  # the Jacobian of a step is I - alpha H, and H is symmetric
+            product = torch.autograd.grad(grads, list(p.values()), v, retain_graph=True)
+            vectors[key] = [a - alpha * b for a, b in zip(v, product)]
+        p = boml.leaves({n: v - alpha * g for (n, v), g in zip(p.items(), grads)})
+    logits = boml.network(p, x_q, twice=True)
+    prob, u = logits.detach().softmax(-1), torch.zeros_like(logits, requires_grad=True)
+    grads = torch.autograd.grad(logits, list(p.values()), u, create_graph=True)  # linear in u
+    for key, v in vectors.items():
+        change, = torch.autograd.grad(grads, u, v, retain_graph=True)  # of the logits along v
+        found[key] = (prob * (change - (prob * change).sum(-1, keepdim=True)) ** 2).sum(-1).mean(1)
+    return found
+
+
+def block_forms(block, move, own):
+    """The same of a layer's block: trace, form along the move, and sum of the forms along each filter of `own`."""
+    found = dict(move=(move * boml.times(block, move)).sum().item())
+    diagonals = [f.diagonal(0, 1, 2) for f in block]
+    if len(block) == 1:
+        return found | dict(trace=diagonals[0].sum().item())
+    filters = (diagonals[1] * (own @ block[0] * own).sum(2)).sum().item()
+    return found | dict(trace=(diagonals[0].sum(1) * diagonals[1].sum(1)).sum().item(), filters=filters)
+
+
+def distance(block, other):
+    """Relative Frobenius distance of two sums of Kronecker pairs, by inner products of their factors."""
+    size = lambda A, G: ((A @ A.T) * (G @ G.T)).sum().clamp(min=0).sqrt().item()
+    (A, G), (B, K) = ([f.double().flatten(1) for f in pairs] for pairs in (block, other))
+    return size(torch.cat([A, B]), torch.cat([G, -K])) / size(A, G)
+
+
+def query_losses(theta, batches, alpha, k):
+    """The meta-loss of each task: the mean query cross-entropy at its adapted parameters."""
+    found = []
+    for x_s, y_s, x_q, y_q in batches:
+        p, _ = boml.adapt(boml.leaves(boml.spread(theta, len(x_s))), x_s, y_s, x_s.new_tensor([alpha]), k)
+        with torch.no_grad():
+            found.append(boml.cross_entropy(boml.network(p, x_q), y_q))
+    return torch.cat(found)
+
+
+def mean_and_error(values):
+    return [values.mean().item(), values.std().item() / math.sqrt(len(values))]
+
+
+def read_ends(before, after, folder):
+    """Config, datasets and states of a run at the ends of its first two stages."""
+    states = [torch.load(path, weights_only=True) for path in (before, after)]
+    ends = [(state["stage"], state["iteration"], state["settings"]) for state in states]
+    boml.need(ends == [(1, 0, ends[0][2]), (2, 0, ends[0][2])],
+              f"{before} and {after} are not of one run, at the ends of its first two stages.")
+    fields, data = {f.name for f in dataclasses.fields(boml.Config)}, []
+    cfg = boml.Config(**{n: v for n, v in ends[0][2].items() if n in fields})
+    for facts in states[1]["stages"][:2]:
+        own = boml.load_dataset(facts["name"], folder, cfg)
+        boml.need(own.checksum == facts["checksum"], f"{folder} has other images of {own.name} than the run had.")
+        data.append(own._replace(setting=own.setting._replace(**{n: facts[n] for n in boml.PER_DATASET})))
+    return cfg, data, states
+
+
+def real_case(cfg, data, states, tasks=200, steps=(0.1, 0.3, 1.0)):
+    """What theta's move in the second stage, and what shares of it, do to the loss of the first dataset, and what
+    curvature makes of it, layer by layer."""
+    theta, after = ({n: v.detach() for n, v in state["theta"].items()} for state in states)
+    move, rng, blocks, rows = {n: after[n] - v for n, v in theta.items()}, boml.stream("cpu", "approximation"), [], {}
+    for p, d in zip((theta, after), data):
+        posterior = boml.Laplace(dataclasses.replace(cfg, hessian_tasks=tasks, merge_rank=0, past_weight=1.0), p)
+        posterior.absorb(p, d, rng)
+        blocks.append(posterior.blocks)
+    index = boml.sample_tasks(data[0], "train", tasks, cfg, rng)
+    batches = [boml.fetch(data[0], one, cfg) for one in index.split(1)]
+    alpha, k = data[0].setting.inner_rate, data[0].setting.inner_steps
+    losses = functools.partial(query_losses, batches=batches, alpha=alpha, k=k)
+    start = losses(theta)
+    exact = [exact_forms(theta, b, alpha, k, directions(theta, move, 1, rng)) for b in batches]
+    grads = [boml.meta_gradient(boml.leaves(theta), b, b[0].new_tensor([alpha]), k, 0.0)[1] for b in batches]
+    grads = [sum(each) / tasks for each in zip(*grads)]
+    for name in (*blocks[0], "all"):
+        part, row = within(move, name), rows.setdefault(name, {})
+        row["length"] = math.sqrt(sum(d.square().sum().item() for d in part.values()))
+        row["slope"] = sum((g * d).sum().item() for g, d in zip(grads, part.values()))
+        row["rise"] = {s: mean_and_error(losses({n: v + s * part[n] for n, v in theta.items()}) - start) for s in steps}
+        row["exact"] = {what: mean_and_error(torch.cat([f[what, name] for f in exact]))
+                        for what in ("trace", "move", "filters") if (what, name) in exact[0]}
+        if name == "all":
+            row["kfac"] = dict(move=sum(rows[n]["kfac"]["move"] for n in blocks[0]))
+            continue
+        four, second = (each[name] for each in blocks)
+        one = boml.merge(four, 1)
+        forms = functools.partial(block_forms, move=boml.to_matrix(move, name), own=boml.to_matrix(theta, name))
+        carried = states[0]["posterior"].get("blocks", {}).get(name)  # BomLA's own, lambda in the last factor
+        carried = one if carried is None else (*carried[:-1], carried[-1] / cfg.past_weight)
+        row["kfac"] = forms(carried)
+        if len(four) == 2:
+            row["four pairs"], row["no Jacobian"] = forms(four), forms(tuple(f[:1] for f in four))
+            both = boml.merge(boml.add_blocks(one, second), 1)
+            row["merged"] = [distance(four, one), distance(boml.add_blocks(four, second), both)]
+            row["of other tasks"] = distance(carried, one)
+    return dict(datasets=[d.name for d in data], filters=cfg.filters, tasks=tasks, loss=mean_and_error(start),
+                layers=rows)
+
+
+def real_approximation(ends, folder, out):
+    """Two tables for each run, in markdown; all numbers in out/approximation_real.json."""
+    record, text = {}, []
+    for before, after in ends:
+        cfg, data, states = read_ends(before, after, folder)
+        method, seed = (states[0]["settings"][key] for key in ("method", "seed"))
+        record[f"{method}-{seed}"] = case = real_case(cfg, data, states)
+        title = f"{boml.METHODS[method].label}, {' to '.join(case['datasets'])}"
+        near = [f"\n{title}: relative error of one Kronecker pair against four and eight; K-FAC divided by exact",
+                "| layer | four | eight | trace | move | own filters |", "|-|-|-|-|-|-|"]
+        far = [f"\n{title}, at theta + s move: penalty / lambda; exact form; rise of loss {case['loss'][0]:.3f}",
+               "| layer | slope | s = 0.1 | s = 0.3 | s = 1 |", "|-|-|-|-|-|"]
+        for name, row in case["layers"].items():
+            cells = [f"{e:.2f}" for e in row.get("merged", ())] or ["", ""]
+            for what in ("trace", "move", "filters"):
+                value, error = row["exact"].get(what, (math.nan, math.nan))
+                ratio = row["kfac"].get(what, math.nan) / value
+                cells.append("" if math.isnan(ratio) else f"{ratio:.2g} ± {ratio * error / value:.1g}")
+            near.append(" | ".join([f"| {name}", *cells]) + " |")
+            forms = row["kfac"]["move"], row["exact"]["move"][0]
+            cells = ["; ".join([*(f"{s * s / 2 * form:.2g}" for form in forms), f"{rise:.2g} ± {error:.1g}"])
+                     for s, (rise, error) in row["rise"].items()]
+            far.append(" | ".join([f"| {name}", f"{row['slope']:.2g}", *cells]) + " |")
+        text += near + far
+    out.mkdir(parents=True, exist_ok=True)
+    short = json.loads(json.dumps(record), parse_float=lambda v: float(f"{float(v):.4g}"))
+    (out / "approximation_real.json").write_text(json.dumps(short, indent=1))
+    return "\n".join(text)
+
+
+def dense_adapted_fisher(theta, x_s, y_s, x_q, alpha, k):
+    """Eq. 11 of one task in full, by plain code: the matrix on all parameters, one after another, and their slices."""
+    sizes, names = [v.numel() for v in theta.values()], list(theta)
+    flat = torch.cat([v.detach().flatten() for v in theta.values()])
+
+    def logits(flat):
+        p = {n: part.view_as(theta[n]) for n, part in zip(names, flat.split(sizes))}
+        return boml.plain_network(plain_adapted(p, x_s, y_s, alpha, k), x_q)
+
+    J, prob = torch.autograd.functional.jacobian(logits, flat), logits(flat.requires_grad_()).softmax(-1).detach()
+    fisher = torch.diag_embed(prob) - prob[:, :, None] * prob[:, None]
+    ends = np.cumsum(sizes)
+    where = {n: slice(end - size, end) for n, end, size in zip(names, ends, sizes)}
+    return torch.einsum("bip,bij,bjq->pq", J, fisher, J) / len(x_q), where
+
+
+@settings(max_examples=3)
+@given(seeds, st.integers(1, 3))
+@doubles()
+def test_exact_forms_equal_dense_ones(seed, k):
+    """The quadratic form by products with vectors is that of the exact matrix, for every direction and task, also along
+    the move of one layer or of all."""
+    theta, batch = toy_batch(seed, way=3)
+    move = {n: torch.randn(v.shape, generator=torch.Generator().manual_seed(seed)) for n, v in theta.items()}
+    vectors = directions(theta, move, 2, torch.Generator().manual_seed(seed))
+    found = exact_forms(theta, batch, 0.3, k, vectors)
+    for t, (x_s, y_s, x_q, _) in enumerate(zip(*batch)):
+        matrix, where = dense_adapted_fisher(theta, x_s, y_s, x_q, 0.3, k)
+        for key, v in vectors.items():
+            flat = torch.cat([v[n][t].flatten() for n in theta])
+            assert_close(found[key][t], flat @ matrix @ flat, rtol=1e-7)
+        for (what, name), v in vectors.items():
+            if what == "move":
+                assert all(torch.equal(v[n][t], move[n] * (name in ("all", n.split(".")[0]))) for n in theta)
+
+
+@settings(max_examples=3)
+@given(seeds)
+@doubles()
+def test_random_signs_estimate_traces(seed):
+    """The mean over random signs approaches the trace of the exact matrix's block, the sum over unit vectors, and the
+    sum of its forms along each filter of a conv layer."""
+    T, (theta, batch) = 2000, toy_batch(seed, tasks=1, way=3)
+    matrix, where = dense_adapted_fisher(theta, *(part[0] for part in batch[:3]), 0.3, 1)
+    move = {n: torch.zeros_like(v) for n, v in theta.items()}
+    for (what, name), v in directions(theta, move, T, torch.Generator().manual_seed(seed)).items():
+        flat = torch.cat([v[n].flatten(1) for n in theta], 1)
+        mean, error = mean_and_error(((flat @ matrix) * flat).sum(1))
+        expected = sum(matrix[where[n], where[n]].trace() for n in theta if n.startswith(name))
+        if what == "filters":
+            w, s = theta[f"{name}.weight"].detach().flatten(1), where[f"{name}.weight"]
+            expected = torch.einsum("op,opoq,oq->", w, matrix[s, s].view(*w.shape, *w.shape), w)
+        if what != "move":
+            assert abs(mean - expected) < 4.5 * error + 1e-12 and error < 0.1 * expected, (what, name)
+
+
+@given(seeds, st.integers(1, 4))
+def test_block_forms_equal_dense_ones(seed, pairs):
+    """Trace, form along a move and sum of forms along filters are those of the dense matrix."""
+    block, g = random_block(seed, pairs), torch.Generator().manual_seed(seed)
+    move, own = torch.randn(2, 3, 4, generator=g, dtype=torch.double)
+    matrix, found = torch.tensor(dense(block)), block_forms(block, move, own)
+    assert_close(found["trace"], matrix.trace())
+    assert_close(found["move"], move.T.flatten() @ matrix @ move.T.flatten())
+    each = [(own * (torch.arange(3) == o)[:, None]).T.flatten() for o in range(3)]
+    assert_close(found["filters"], sum(v @ matrix @ v for v in each))
+    norm = (torch.randn(5, 2, 2, generator=g, dtype=torch.double),)
+    D = torch.randn(5, 2, generator=g, dtype=torch.double)
+    found = block_forms(norm, D, D)
+    assert_close(found["trace"], np.trace(dense(norm)))
+    assert_close(found["move"], D.flatten().numpy() @ dense(norm) @ D.flatten().numpy())
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 3))
+def test_distance_equals_dense_one(seed, pairs, rank):
+    """The error of merged pairs by inner products of factors is the relative Frobenius error of the dense matrices."""
+    block = random_block(seed, pairs)
+    merged = boml.merge(block, rank)
+    X, Y = dense(block), dense(merged)
+    assert_close(distance(block, merged), np.linalg.norm(X - Y) / np.linalg.norm(X), rtol=1e-6, atol=1e-7)
+
+
+@doubles()
+def test_real_case_of_one_layer(monkeypatch):
+    """Where conv2 alone has moved, its row is that of all and the others are zero: the penalty is BomLA's own, without
+    Lambda_0 and lambda; exact form, slope and rise are those of plain code, on the first dataset's training classes."""
+    cfg = toy_config(filters=2, way=3, channels=1, query=2, past_weight=7.0)
+    one, two = toy_data(2, least=6, inner_rate=0.3, inner_steps=2), toy_data(3, least=6, name="mini_quickdraw")
+    theta = boml.init_params(cfg, torch.Generator().manual_seed(0))
+    wander(theta, 1)
+    posterior = boml.Laplace(cfg, theta)
+    posterior.absorb(theta, one, torch.Generator().manual_seed(4))
+    after = {n: v.detach() + 0.1 * (n == "conv2.weight") for n, v in theta.items()}
+    index = boml.sample_tasks(one, "train", 3, cfg, torch.Generator().manual_seed(5))
+    sample = boml.sample_tasks
+    monkeypatch.setattr(boml, "sample_tasks", lambda data, split, *rest:
+                        index if data is one and split == "train" else sample(data, split, *rest))
+    states = [dict(theta=theta, posterior=posterior.state()), dict(theta=after)]
+    rows, D = real_case(cfg, [one, two], states, tasks=3, steps=(1e-3, 1.0))["layers"], torch.full((2, 18), 0.1)
+    batch, exact = boml.fetch(one, index, cfg), 0.0
+    loss = lambda p: plain_loss(p, batch, rates(0.3), 2, 0.0) / 3
+    slope = torch.autograd.grad(loss(theta), theta["conv2.weight"])[0].sum() * 0.1
+    for x_s, y_s, x_q, _ in zip(*batch):
+        matrix, where = dense_adapted_fisher(theta, x_s, y_s, x_q, 0.3, 2)
+        exact += 0.01 * matrix[where["conv2.weight"], where["conv2.weight"]].sum() / 3
+    for row in (rows["conv2"], rows["all"]):
+        assert_close(7.0 * 0.5 * row["kfac"]["move"], posterior.penalty(after)[0] - 0.5 * 1e-4 * (D * D).sum())
+        assert_close(row["exact"]["move"][0], exact, rtol=1e-7)
+        assert_close([row["slope"], row["length"]], [slope, D.norm()], rtol=1e-7)
+        for s, (rise, _) in row["rise"].items():
+            moved = boml.leaves({n: v + s * (after[n] - v) for n, v in theta.items()})
+            assert_close(rise, loss(moved) - loss(theta), rtol=1e-6)
+    for name in set(rows) - {"conv2", "all"}:
+        row = rows[name]
+        assert row["kfac"]["move"] == row["exact"]["move"][0] == row["slope"] == row["length"] == 0
+        assert row["rise"] == {1e-3: [0, 0], 1.0: [0, 0]}
+
+
+@doubles()
+def test_real_case_merges_the_curvatures(monkeypatch):
+    """Without BomLA's own blocks the penalty is that of the pair nearest to the first curvature, whatever lambda; the
+    errors are those of that pair, and of the pair nearest to it and the second curvature, against all pairs."""
+    cfg = toy_config(filters=2, way=3, channels=1, query=2, past_weight=7.0)
+    data = toy_data(2), toy_data(3, name="mini_quickdraw")
+    thetas = [boml.init_params(cfg, torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+
+    def made_up(theta, t):
+        shapes = {name: boml.to_matrix(theta, name).shape for name in boml.layers_of(theta) if name[:4] != "norm"}
+        return {name: random_block(t, 4, P, O, psd=True) for name, (O, P) in shapes.items()}
+
+    def absorb(self, theta, data, rng):
+        t = int(torch.equal(theta["conv1.weight"], thetas[1]["conv1.weight"]))
+        self.blocks = {n: boml.merge((A, self.cfg.past_weight * G), self.cfg.merge_rank)
+                       for n, (A, G) in made_up(theta, t).items()}
+
+    monkeypatch.setattr(boml.Laplace, "absorb", absorb)
+    states = [dict(theta=theta, posterior={}) for theta in thetas]
+    rows = real_case(cfg, data, states, tasks=2, steps=(1.0,))["layers"]
+    for name in ("conv1", "conv2", "linear"):
+        first, second = (dense(made_up(theta, t)[name]) for t, theta in enumerate(thetas))
+        D = (boml.to_matrix(thetas[1], name) - boml.to_matrix(thetas[0], name)).detach()
+        one = nearest_pair(first, D.shape[1], len(D), False)
+        both = nearest_pair(one + second, D.shape[1], len(D), False)
+        errors = [np.linalg.norm(x - y) / np.linalg.norm(x) for x, y in ((first, one), (first + second, both))]
+        assert_close(rows[name]["merged"], errors, rtol=1e-6)
+        assert_close(rows[name]["kfac"]["move"], D.T.flatten().numpy() @ one @ D.T.flatten().numpy(), rtol=1e-7)
+
+
+def test_approximation_of_checkpoints(fake_data, tmp_path, monkeypatch, capsys):
+    """The command takes the checkpoints of a run's first two stages in order, with the run's images, prints a table of
+    curvatures and one of losses for each run, by layer, and writes its file alone."""
+    sequence, line = ["omniglot", "mini_quickdraw"], ["--data", fake_data, *SMALL, "--methods", "maml,bomla"]
+    for t in (1, 2):
+        work_here("run", "--sequence", ",".join(sequence[:t]), *line, "--out", tmp_path)
+        for method in ("maml", "bomla"):
+            shutil.copy(tmp_path / f"run/{method}-0/checkpoint.pt", tmp_path / f"{method}-{t}.pt")
+    monkeypatch.setattr(sys.modules[__name__], "real_case", functools.partial(real_case, tasks=2))
+    pairs = {method: [str(tmp_path / f"{method}-{t}.pt") for t in (1, 2)] for method in ("maml", "bomla")}
+    command = ["approximation", "--data", str(fake_data), "--out", str(tmp_path / "out")]
+    main([*command, "--real", *pairs["maml"], "--real", *pairs["bomla"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["approximation_real.json"]
+    record = json.loads((tmp_path / "out/approximation_real.json").read_text())
+    assert list(record) == ["maml-0", "bomla-0"] and record["maml-0"]["datasets"] == sequence
+    rows = [line.split(" | ") for line in lines if re.match(r"\| (conv|norm|linear|all)", line)]
+    assert [len(row) for row in rows] == ([6] * 10 + [5] * 10) * 2
+    for row, (name, found) in zip(rows[30:], record["bomla-0"]["layers"].items(), strict=True):
+        penalty, exact, rise = (float(cell.split(" ")[0]) for cell in row[4].removesuffix(" |").split("; "))
+        assert row[0] == f"| {name}" and rise == float(f"{found['rise']['1.0'][0]:.2g}")
+        assert_close([penalty, exact], [found["kfac"]["move"] / 2, found["exact"]["move"][0] / 2], rtol=0.06)
+    for wrong in (pairs["maml"][::-1], [pairs["maml"][0], pairs["bomla"][1]]):
+        with pytest.raises(SystemExit):
+            main([*command, "--real", *wrong])
+    assert capsys.readouterr().err.count("are not of one run") == 2
+
+
 # ------------------------------------------------------------------------------------------------- Benchmark
 # bash run.sh bench: each fast path of boml.py beside its plain version, interleaved in one run, one thread.
 # A pair is (fast, plain): functions without arguments that do the same work on noise in the shape of the real thing.
@@ -4773,12 +5114,17 @@ def main(argv):
     memory.add_argument("name", choices=BENCH)
     memory.add_argument("which", type=int, choices=(0, 1))
     table = commands.add_parser("approximation", help="measure BomLA's curvature against the exact one")
-    table.add_argument("--out", type=Path, default=boml.HERE / "runs", help="folder of approximation.json")
+    table.add_argument("--out", type=Path, default=boml.HERE / "runs", help="folder of the file of results")
+    table.add_argument("--real", nargs=2, type=Path, action="append", metavar=("BEFORE", "AFTER"),
+                       help="a run's checkpoints at the ends of its first two stages; may be repeated")
+    table.add_argument("--data", type=Path, default=boml.HERE / "data", help="folder of <name>.npz")
     args = parser.parse_args(argv)
     if args.command == "bench":
         bench()
     elif args.command == "memory":
         bench_memory(args.name, args.which)
+    elif args.real:
+        boml.one_sentence(lambda: print(real_approximation(args.real, args.data, args.out)))
     else:
         print(approximation(args.out))
 
