@@ -4597,16 +4597,17 @@ def real_case(cfg, data, states, seed, tasks=200, steps=(0.1, 0.3, 1.0)):
     start = losses(theta)
     exact = [exact_forms(theta, b, alpha, k, directions(theta, move, 1, rng)) for b in batches]
     grads = [boml.meta_gradient(boml.leaves(theta), b, b[0].new_tensor([alpha]), k, 0.0)[1] for b in batches]
-    grads = [sum(each) / tasks for each in zip(*grads)]
     for name in (*blocks[0], "all"):
         part, row = within(move, name), rows.setdefault(name, {})
         row["length"] = math.sqrt(sum(d.square().sum().item() for d in part.values()))
-        row["slope"] = sum((g * d).sum().item() for g, d in zip(grads, part.values()))
+        slopes = [sum((g * d).sum() for g, d in zip(each, part.values())) for each in grads]
+        row["slope"] = mean_and_error(torch.stack(slopes))
         row["rise"] = {s: mean_and_error(losses({n: v + s * part[n] for n, v in theta.items()}) - start) for s in steps}
         row["exact"] = {what: mean_and_error(torch.cat([f[what, name] for f in exact]))
                         for what in ("trace", "move", "filters") if (what, name) in exact[0]}
         if name == "all":
-            row["kfac"] = dict(move=sum(rows[n]["kfac"]["move"] for n in blocks[0]))
+            for form in ("kfac", "four pairs"):
+                row[form] = dict(move=sum(rows[n].get(form, rows[n]["kfac"])["move"] for n in blocks[0]))
             continue
         four, second = (each[name] for each in blocks)
         one = boml.merge(four, 1)
@@ -4632,20 +4633,20 @@ def real_approximation(ends, folder, out):
         record[f"{method}-{seed}"] = case = real_case(cfg, data, states, seed)
         title = f"{boml.METHODS[method].label}, {' to '.join(case['datasets'])}"
         near = [f"\n{title}: relative error of one Kronecker pair against four and eight; K-FAC divided by exact",
-                "| layer | four | eight | trace | move | own filters |", "|-|-|-|-|-|-|"]
+                "| layer | four | eight | trace | own filters | move | move, four pairs |", "|-|-|-|-|-|-|-|"]
         far = [f"\n{title}, at theta + s move: penalty / lambda; exact form; rise of loss {case['loss'][0]:.3f}",
                "| layer | slope | s = 0.1 | s = 0.3 | s = 1 |", "|-|-|-|-|-|"]
         for name, row in case["layers"].items():
             cells = [f"{e:.2f}" for e in row.get("merged", ())] or ["", ""]
-            for what in ("trace", "move", "filters"):
+            for what, form in (("trace", "kfac"), ("filters", "kfac"), ("move", "kfac"), ("move", "four pairs")):
                 value, error = row["exact"].get(what, (math.nan, math.nan))
-                ratio = row["kfac"].get(what, math.nan) / value
+                ratio = row.get(form, {}).get(what, math.nan) / value
                 cells.append("" if math.isnan(ratio) else f"{ratio:.2g} ± {ratio * error / value:.1g}")
             near.append(" | ".join([f"| {name}", *cells]) + " |")
             forms = row["kfac"]["move"], row["exact"]["move"][0]
             cells = ["; ".join([*(f"{s * s / 2 * form:.2g}" for form in forms), f"{rise:.2g} ± {error:.1g}"])
                      for s, (rise, error) in row["rise"].items()]
-            far.append(" | ".join([f"| {name}", f"{row['slope']:.2g}", *cells]) + " |")
+            far.append(" | ".join([f"| {name}", "{:.2g} ± {:.1g}".format(*row["slope"]), *cells]) + " |")
         text += near + far
     out.mkdir(parents=True, exist_ok=True)
     short = json.loads(json.dumps(record), parse_float=lambda v: float(f"{float(v):.4g}"))
@@ -4761,20 +4762,21 @@ def test_real_case_of_one_layer(monkeypatch):
     for row in (rows["conv2"], rows["all"]):
         assert_close(7.0 * 0.5 * row["kfac"]["move"], posterior.penalty(after)[0] - 0.5 * 1e-4 * (D * D).sum())
         assert_close(row["exact"]["move"][0], exact, rtol=1e-7)
-        assert_close([row["slope"], row["length"]], [slope, D.norm()], rtol=1e-7)
+        assert_close([row["slope"][0], row["length"]], [slope, D.norm()], rtol=1e-7)
         for s, (rise, _) in row["rise"].items():
             moved = boml.leaves({n: v + s * (after[n] - v) for n, v in theta.items()})
             assert_close(rise, loss(moved) - loss(theta), rtol=1e-6)
     for name in set(rows) - {"conv2", "all"}:
         row = rows[name]
-        assert row["kfac"]["move"] == row["exact"]["move"][0] == row["slope"] == row["length"] == 0
+        assert row["kfac"]["move"] == row["exact"]["move"][0] == row["slope"][0] == row["length"] == 0
         assert row["rise"] == {1e-3: [0, 0], 1.0: [0, 0]}
 
 
 @doubles()
 def test_real_case_merges_the_curvatures(monkeypatch):
-    """Without BomLA's own blocks the penalty is that of the pair nearest to the first curvature, whatever lambda; the
-    errors are those of that pair, and of the pair nearest to it and the second curvature, against all pairs."""
+    """Without BomLA's own blocks the penalty is that of the pair nearest to the first curvature, whatever lambda, beside
+    those of all its pairs and of its first; the errors are of that pair, and of the one nearest to it and the second
+    curvature, against all pairs."""
     cfg = toy_config(filters=2, way=3, channels=1, query=2, past_weight=7.0)
     data = toy_data(2), toy_data(3, name="mini_quickdraw")
     thetas = [boml.init_params(cfg, torch.Generator().manual_seed(seed)) for seed in (0, 1)]
@@ -4798,7 +4800,9 @@ def test_real_case_merges_the_curvatures(monkeypatch):
         both = nearest_pair(one + second, D.shape[1], len(D), False)
         errors = [np.linalg.norm(x - y) / np.linalg.norm(x) for x, y in ((first, one), (first + second, both))]
         assert_close(rows[name]["merged"], errors, rtol=1e-6)
-        assert_close(rows[name]["kfac"]["move"], D.T.flatten().numpy() @ one @ D.T.flatten().numpy(), rtol=1e-7)
+        term = dense(tuple(f[:1] for f in made_up(thetas[0], 0)[name]))
+        for form, matrix in {"kfac": one, "four pairs": first, "no Jacobian": term}.items():
+            assert_close(rows[name][form]["move"], D.T.flatten().numpy() @ matrix @ D.T.flatten().numpy(), rtol=1e-7)
 
 
 def test_approximation_of_checkpoints(fake_data, tmp_path, monkeypatch, capsys):
@@ -4818,7 +4822,7 @@ def test_approximation_of_checkpoints(fake_data, tmp_path, monkeypatch, capsys):
     record = json.loads((tmp_path / "out/approximation_real.json").read_text())
     assert list(record) == ["maml-0", "bomla-0"] and record["maml-0"]["datasets"] == sequence
     rows = [line.split(" | ") for line in lines if re.match(r"\| (conv|norm|linear|all)", line)]
-    assert [len(row) for row in rows] == ([6] * 10 + [5] * 10) * 2
+    assert [len(row) for row in rows] == ([7] * 10 + [5] * 10) * 2
     for row, (name, found) in zip(rows[30:], record["bomla-0"]["layers"].items(), strict=True):
         penalty, exact, rise = (float(cell.split(" ")[0]) for cell in row[4].removesuffix(" |").split("; "))
         assert row[0] == f"| {name}" and rise == float(f"{found['rise']['1.0'][0]:.2g}")
