@@ -737,7 +737,7 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> 
 
     logits = net(p, x, watched)  # (T, B, N)
     prob = logits.detach().softmax(-1)
-    one_hot = torch.eye(prob.shape[-1]).to(prob)
+    one_hot = torch.eye(prob.shape[-1], dtype=prob.dtype, device=prob.device)
     if exact:
         sign = torch.where(u < 0.5, -1.0, 1.0).to(prob)[..., None]
         cotangents = [sign * prob[..., c, None].sqrt() * (prob - e) for c, e in enumerate(one_hot)]
@@ -757,7 +757,7 @@ def sandwich(support: Block, query: Block, a: float) -> Block:
     """(I - a A(x)G) (A_q(x)G_q) (I - a A(x)G)', multiplied out (Eqs. 25 to 27):
     A_q(x)G_q - a AA_q(x)GG_q - a A_qA(x)G_qG + a^2 AA_qA(x)GG_qG."""
     if len(support) == 1:
-        jacobian = torch.eye(2).to(support[0]) - a * support[0]
+        jacobian = torch.eye(2, dtype=support[0].dtype, device=support[0].device) - a * support[0]
         return (jacobian @ query[0] @ jacobian.mT,)
     sides = []
     for X, X_q in zip(support, query):  # both symmetric, so X_q X is the transpose of X X_q
@@ -806,7 +806,7 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
 
 
 def merge(block: Block, rank: int) -> Block:
-    """DIFFERS: the nearest sum of `rank` Kronecker products (Van Loan and Pitsianis 1993).
+    """DIFFERS: the nearest sum of `rank` products in Frobenius norm (Van Loan, Pitsianis 1993).
 
     Rearranged, the sum of A_i(x)G_i is the sum of vec(A_i) vec(G_i)', whose truncated SVD is the
     best approximation; QR decompositions leave an SVD of r x r. One pair of a positive
@@ -1144,7 +1144,8 @@ class Job(NamedTuple):
 
 
 class Run:
-    """A job on its way through the datasets."""
+    """A job on its way through the datasets. Everything random is a function of the seed, the stage
+    and the iteration, so a resumed run repeats the unbroken one."""
 
     def __init__(self, job, sequence, judges, facts, out, progress, device="cpu"):
         self.job, self.cfg, self.out, self.device = job, job.cfg, out, torch.device(device)
@@ -1260,7 +1261,7 @@ class Run:
             self.compare(state)
             try:
                 self.load(state)
-            except Exception as error:
+            except (Problem, KeyError, TypeError, ValueError, RuntimeError) as error:
                 say_damaged(path, error)
                 continue
             if RANK == 0 and path != newest and newest.exists():  # not to be kept as "before"
@@ -1316,7 +1317,7 @@ def checkpoints(folder: Path, device="cpu"):
                 is_run = all(isinstance(state[key], kind) for key, kind in kinds.items())
                 need(is_run, "it is not of a run")
                 yield path, state
-        except Exception as error:
+        except Exception as error:  # torch raises almost anything on bad bytes
             say_damaged(path, error)
 
 
