@@ -1312,8 +1312,8 @@ def checkpoints(folder: Path, device="cpu"):
                 with zipfile.ZipFile(io.BytesIO(content)) as archive:  # torch checks no checksums
                     need(not archive.testzip(), "a checksum in it is wrong")
                 state = torch.load(io.BytesIO(content), weights_only=True, map_location=device)
-                kinds = dict(settings=dict, theta=dict, posterior=dict, learned=list, rows=list,
-                             stage=int, iteration=int)
+                kinds = dict(settings=dict, theta=dict, posterior=dict, optimiser=dict,
+                             learned=list, rows=list, stage=int, iteration=int)
                 is_run = all(isinstance(state[key], kind) for key, kind in kinds.items())
                 need(is_run, "it is not of a run")
                 yield path, state
