@@ -42,8 +42,8 @@ if __name__ == "__main__":
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning: 15x slower on shared cores
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
 
-import argparse, contextlib, csv, dataclasses, fcntl, functools, hashlib, html, io, itertools, json
-import math, multiprocessing.connection, re, subprocess, sys, time, zipfile
+import argparse, contextlib, dataclasses, fcntl, functools, hashlib, io, itertools, json, math
+import multiprocessing.connection, subprocess, sys, time, zipfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -1057,17 +1057,16 @@ class Method(NamedTuple):
     label: str
     source: Callable  # where its meta-batches come from
     posterior: type[Posterior]  # what it carries forward beside theta
-    colour: str
     from_scratch: bool = False  # each stage trains anew, for as long as all so far together
 
 
 # A new method is a Posterior or a source of its own, and a row here.
 METHODS = {
-    "maml": Method("Sequential MAML", from_newest, Posterior, "#d55e00"),
-    "bomla": Method("BomLA", from_newest, Laplace, "#222222"),
-    "bomvi": Method("BomVI", from_newest, Variational, "#cc79a7"),
-    "toe": Method("Train-On-Everything", from_all, Posterior, "#0072b2", from_scratch=True),
-    "ftml": Method("Follow-The-Meta-Leader", from_buffer, Posterior, "#009e73"),
+    "maml": Method("Sequential MAML", from_newest, Posterior),
+    "bomla": Method("BomLA", from_newest, Laplace),
+    "bomvi": Method("BomVI", from_newest, Variational),
+    "toe": Method("Train-On-Everything", from_all, Posterior, from_scratch=True),
+    "ftml": Method("Follow-The-Meta-Leader", from_buffer, Posterior),
 }
 
 
@@ -1350,8 +1349,8 @@ def lock(folder: Path):
         yield
 
 
-# ------------------------------------------------------------------------------------------- Report
-# Made from the records on disk alone.
+# -------------------------------------------------------------------------------------------- Table
+# Made from the records on disk alone, as are data_prep.py's verdicts and figure.
 
 
 def read_records(folder, settings=None):
@@ -1384,29 +1383,10 @@ def label_of(variant):
     return METHODS[method].label + (f", lambda = {weight}" if weight else "")
 
 
-def accuracies(rows):
-    """A run's accuracies in % by name; nan where it was not evaluated.
-
-    "own X" is right after the stage of X, "end X" after the last stage; X is a dataset, or the mean
-    of the past ones (all but the last), the new ones (all but the first) or all. "early last" is
-    after J iterations of the last stage, which only Train-On-Everything exceeds.
-    """
-    names, stages = rows[0]["datasets"], rows[0]["stages"]
-    at, early = {}, math.nan  # (stage, dataset): accuracy at its end
-    for r in rows:
-        if r["iteration"] == r["iterations"]:
-            at[r["stage"], r["evaluated"]] = r["accuracy"]
-        if r["iteration"] == r["newest"] and (r["stage"], r["evaluated"]) == (stages, names[-1]):
-            early = r["accuracy"]
-    own, end, q = list(enumerate(names, 1)), [(stages, n) for n in names], max(1, stages // 4)
-    tasks = [(t, names[0]) for t in range(1, stages + 1)]
-    points = {"own past": own[:-1], "own new": own[1:], "end past": end[:-1], "end last": end[-1:],
-              "end all": end, "first tasks": tasks[:q], "last tasks": tasks[-q:]}
-    points |= {f"own {n}": [(t, n)] for t, n in own} | {f"end {n}": [(t, n)] for t, n in end}
-    points |= {f"after task {t}": [(t, n)] for t, n in tasks}
-    means = {key: 100 * float(np.mean([at.get(p, math.nan) for p in some]))
-             for key, some in points.items() if some}
-    return means | {"early last": 100 * early}
+def stage_ends(rows):
+    """A run's accuracies in % at the ends of its stages, by (stage, dataset)."""
+    return {(r["stage"], r["evaluated"]): 100 * r["accuracy"] for r in rows
+            if r["iteration"] == r["iterations"]}
 
 
 def half_width(values):
@@ -1415,16 +1395,27 @@ def half_width(values):
     return t * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 2 else math.inf
 
 
-def table(runs, names, stages):
+def quarters(stages):
+    return sorted({max(1, stages * q // 4) for q in (1, 2, 3, 4)})
+
+
+def heading(row):
+    return f"{row['experiment']}, {row['data']} data, {row['schedule']} schedule"
+
+
+def table(runs):
     """Accuracy after a dataset's own stage -> after the last; or at quarters of a task sequence."""
-    columns = {n: [f"own {n}", f"end {n}"][n == names[-1] :] for n in names}
+    first = next(iter(runs.values()))[0]
+    names, stages = first["datasets"], first["stages"]
+    columns = {n: [(t, n), (stages, n)][t == stages :] for t, n in enumerate(names, 1)}
     if stages != len(names):
-        columns = {f"after task {t}": [f"after task {t}"] for t in quarters(stages)}
-    lines = [f"| method | seeds | {' | '.join(columns)} |", "|-" * (2 + len(columns)) + "|"]
+        columns = {f"after task {t}": [(t, names[0])] for t in quarters(stages)}
+    lines = [f"{heading(first)}: accuracy in %, 95 % intervals over seeds\n",
+             f"| method | seeds | {' | '.join(columns)} |", "|-" * (2 + len(columns)) + "|"]
     for variant in dict.fromkeys(variant for variant, _ in runs):
-        seeds, cells = [accuracies(rows) for (v, _), rows in runs.items() if v == variant], []
-        for keys in columns.values():
-            values = [[s[key] for s in seeds if not math.isnan(s[key])] for key in keys]
+        seeds, cells = [stage_ends(rows) for (v, _), rows in runs.items() if v == variant], []
+        for points in columns.values():
+            values = [[ends[p] for ends in seeds if p in ends] for p in points]
             cell = " -> ".join(f"{np.mean(v):.1f}" if v else "not evaluated" for v in values)
             half = half_width(values[-1])
             cells.append(cell + (f" ± {half:.1f}" if math.isfinite(half) else ""))
@@ -1432,216 +1423,7 @@ def table(runs, names, stages):
         lines.append(f"| {label_of(variant)} | {done}{len(seeds)} | {' | '.join(cells)} |")
     revisions = sorted({row["revision"] for rows in runs.values() for row in rows})
     lines += [f"\nRuns of several revisions: {', '.join(revisions)}."] if revisions[1:] else []
-    return "\n".join(lines)
-
-
-def quarters(stages):
-    return sorted({max(1, stages * q // 4) for q in (1, 2, 3, 4)})
-
-
-CLAIMS = """
-6.1 maml own past > maml end past
-6.1 bomla own past < bomla end past + 3
-6.1 bomvi own past < bomvi end past + 3
-6.1 toe own past < toe end past + 3
-6.1 bomla end past > maml end past
-6.1 bomvi end past > maml end past
-6.1 bomla end last < maml end last
-6.1 bomvi end last < maml end last
-6.1 bomla end last > maml end last - 10
-6.1 bomvi end last > maml end last - 10
-6.1 maml own new > bomla own new
-6.1 maml own new > bomvi own new
-6.1 maml own new > ftml own new
-6.1 maml end last > toe early last
-6.1 bomla end all > bomvi end all
-6.1 bomla end all > ftml end all
-C.3 bomla end all > bomla@1 end all
-C.3 bomla end all > bomla@1000 end all
-C.3 bomla@1000 end past > bomla@1 end past
-C.3 bomla@1 own new > bomla@1000 own new
-"""  # what the paper says, by section; keys as in accuracies, margins in points
-TASK_CLAIMS = """
-6.2 bomla last tasks > bomla first tasks
-6.2 bomvi last tasks > bomvi first tasks
-6.3 maml last tasks > maml first tasks
-6.2 toe last tasks < toe first tasks + 3
-6.2 bomla last tasks > maml last tasks
-6.2 bomla last tasks > ftml last tasks
-6.2 bomvi last tasks > maml last tasks
-6.2 bomvi last tasks > ftml last tasks
-6.2 bomla last tasks > bomvi last tasks
-6.2 bomla last tasks > bomla@1 last tasks
-6.2 bomla last tasks > bomla@100 last tasks
-"""  # the first and last quarter of the sequence
-
-
-def verdicts(runs, claims):
-    """Each claim, with left minus right, paired by seed; inconclusive if the 95 % interval holds
-    the margin."""
-    lines = ["| section | claim | left - right | seeds | verdict |", "|-|-|-|-|-|"]
-    found = {key: accuracies(rows) for key, rows in runs.items()}
-    pattern = r"(\S+) ((\S+) (\w+ \w+) ([<>]) (\S+) (\w+ \w+)(?: ([+-] \d+))?)"
-    for section, claim, a, key_a, sign, b, key_b, margin in re.findall(pattern, claims):
-        pairs = [(found[a, seed], found[b, seed]) for v, seed in found if v == a
-                 and (b, seed) in found]
-        apart = [one.get(key_a, math.nan) - other.get(key_b, math.nan) for one, other in pairs]
-        apart = [value for value in apart if not math.isnan(value)]
-        mean, half = sum(apart) / max(len(apart), 1), half_width(apart)
-        over = mean - float(margin.replace(" ", "") or 0)
-        verdict = "holds" if (over > 0) == (sign == ">") else "fails"
-        verdict = verdict if abs(over) > half else "inconclusive"
-        effect = f"{mean:+.1f} ± {half:.1f}" if apart else "not run"
-        lines.append(f"| {section} | {claim} | {effect} | {len(apart)} | {verdict} |")
-    return "\n".join(lines)
-
-
-def figure(runs, names, stages, title, way):
-    """Accuracy along the training as SVG: a panel per dataset, its own stage shaded, chance dashed;
-    a line per variant, with a band of one standard deviation over seeds."""
-    width, height, y, svg = 800, 140 if len(names) > 1 else 300, 16, []
-    variants = list(dict.fromkeys(variant for variant, _ in runs))
-    others = itertools.cycle(["#e69f00", "#56b4e9", "#8c564b", "#7f7f7f"])
-    colours = {v: METHODS[v].colour if v in METHODS else next(others) for v in variants}
-
-    def path(d, stroke="none", fill="none", more=""):
-        svg.append(f"<path d='M{d}' stroke='{stroke}' fill='{fill}' {more}/>")
-
-    def write(words, x, y, more=""):
-        svg.append(f"<text x='{x:.0f}' y='{y:.0f}' {more}>{html.escape(words)}</text>")
-
-    def place(t, a):
-        return f"{40 + width * t / stages:.1f} {y + height * (1 - a):.1f}"
-
-    write(title, 40, y, "font-size='14'")
-    for n, v in enumerate(variants):
-        y += 18 * (n % 4 == 0)
-        write(label_of(v), 40 + 200 * (n % 4), y, f"font-weight='bold' fill='{colours[v]}'")
-    y += 12
-    for j, name in enumerate(names):
-        if stages == len(names):
-            corners = place(j, 0), place(j + 1, 0), place(j + 1, 1), place(j, 1)
-            path("L".join(corners), fill="#eee")
-        for tick in (0, 20, 40, 60, 80, 100):
-            path(f"{place(0, tick / 100)}h{width}", "#ddd")
-            write(str(tick), 14, y + height * (1 - tick / 100) + 4)
-        path(f"{place(0, 1 / way)}h{width}", "#999", more="stroke-dasharray='4'")
-        for v in variants:
-            for line in curves(runs, v, name):
-                upper = [place(t, mean + sd) for t, mean, sd in line]
-                lower = [place(t, mean - sd) for t, mean, sd in line]
-                path("L".join(upper + lower[::-1]), fill=colours[v], more="opacity='0.2'")
-                middle = "L".join(place(t, mean) for t, mean, _ in line) + "h0"  # a point is a dot
-                path(middle, colours[v], more="stroke-width='2.5' stroke-linecap='round'")
-        seen = any(r["evaluated"] == name for rows in runs.values() for r in rows)
-        write(name if seen else f"{name}: not evaluated", 46, y + 14, "font-weight='bold'")
-        y += height + 16
-    ends = {t: f"task {t}" for t in quarters(stages)}
-    for t, words in enumerate(names, 1) if stages == len(names) else ends.items():
-        x = 40 + width * t / stages
-        write(words, x, y, f"text-anchor='end' transform='rotate(-15 {x:.0f} {y})'")
-    return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width + 60} {y + 50}' "
-            "font-size='12' font-family='sans-serif'>\n<rect width='100%' height='100%' "
-            "fill='white'/>\n" + "\n".join(svg) + "\n</svg>\n")
-
-
-def curves(runs, variant, name):
-    """A variant's lines in a panel, of (time in stages, mean, standard deviation): one, or from
-    scratch one per stage."""
-    lines = defaultdict(lambda: defaultdict(list))
-    for r in (r for (v, _), rows in runs.items() if v == variant for r in rows):
-        if r["evaluated"] == name:
-            line = lines[r["stage"] if METHODS[r["method"]].from_scratch else 0]
-            line[r["stage"] - 1 + r["iteration"] / r["iterations"]].append(r["accuracy"])
-    return [[(t, np.mean(a), np.std(a)) for t, a in sorted(line.items())]
-            for _, line in sorted(lines.items())]
-
-
-def heading(row):
-    return f"{row['experiment']}, {row['data']} data, {row['schedule']} schedule"
-
-
-def report(folder, settings=None):
-    """Write the folder's report.md and accuracy.svg; returns the table."""
-    runs = read_records(folder, settings)
-    if not runs:
-        return f"{folder} holds no evaluation yet"
-    first = next(iter(runs.values()))[0]
-    names, stages, title = first["datasets"], first["stages"], heading(first)
-    text = f"{title}: accuracy in %, 95 % intervals over seeds\n\n{table(runs, names, stages)}\n"
-    claims = CLAIMS if stages == len(names) else TASK_CLAIMS
-    claims = "" if first["experiment"] == "run" else claims
-    for name, content in (("report.md", f"{text}\n{verdicts(runs, claims)}\n"),
-                          ("accuracy.svg", figure(runs, names, stages, title, first["way"]))):
-        with replacing(folder / name) as file:
-            file.write(content.encode(errors="backslashreplace"))
-    return text
-
-
-# ----------------------------------------------------------------------------------------- Classify
-
-
-def classify(args):
-    """Adapt a run's network to args.labelled, then predict the classes of args.images, all in one
-    batch: batch norm uses their joint statistics."""
-    for name, path in (("from", args.source), ("labelled", args.labelled), ("images", args.images)):
-        need(path and path.is_dir(), f"classify needs --{name}, a folder; it is {path}.")
-    result = Path("predictions.csv")
-    need(not result.exists(), f"{result} is here already; move it away.")
-    path, state = next(checkpoints(args.source), (None, None))
-    need(state, f"{args.source} has no checkpoint that can be read.")
-    need(state["settings"]["method"] in METHODS, f"{args.source} is a run of an unknown method.")
-    cfg = Config(**{f.name: state["settings"][f.name] for f in dataclasses.fields(Config)
-                    if f.name in state["settings"]})
-    x_s, y_s, classes = read_classes(args.labelled, cfg.channels)
-    n, files, x_q = len(classes), [], []
-    need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
-         f"can tell 2 to {cfg.way} apart; for more, train with --way {n}.")
-    for path in sorted(p for p in args.images.rglob("*") if not p.is_dir()):
-        try:
-            x_q.append(read_image(path, args.images, cfg.channels))
-            files.append(path.relative_to(args.images))
-        except Problem as problem:
-            print(f"left out: {problem}")
-    need(files, f"{args.images} holds no image that can be read.")
-    learned = state["learned"][-1]
-    alpha = (args.inner_rate or [learned["inner_rate"]])[-1]
-    k = (args.eval_steps or [learned["eval_steps"]])[-1]
-    print(f"{n} classes, {len(y_s)} labelled images, {len(files)} others; alpha {alpha:g}, k {k}")
-    chances = predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k)
-    need(np.isfinite(chances).all(), "the adaptation diverged; try a smaller --inner-rate.")
-    right = []
-    with open(result, "x", newline="", errors="backslashreplace") as file:
-        csv.writer(file).writerow(["file", "class", *classes])
-        for name, p in zip(files, chances):
-            guess = classes[p.argmax()]
-            csv.writer(file).writerow([name, guess, *(f"{v:.4f}" for v in p)])
-            print(f"{str(name):40} {guess:24} {max(p):.2f}")
-            right += [name.parts[0] == guess] if name.parts[0] in classes else []
-    print(f"{result} is written")
-    if right:
-        print(f"right for {np.mean(right):.1%} of {len(right)} images in folders of these classes")
-
-
-def predict_classes(state, cfg, n, x_s, y_s, x_q, alpha, k):
-    """Probabilities (B, n), by the first n outputs of a checkpoint's network."""
-
-    def first(p):
-        return {name: v[:n] if name.startswith("linear") else v for name, v in p.items()}
-
-    def floats(images):
-        x = torch.from_numpy(np.array(images)).reshape(1, len(images), 28, 28, -1)
-        return to_floats(x.permute(0, 1, 4, 2, 3), cfg.channels)
-
-    theta = first(state["theta"])
-    posterior = METHODS[state["settings"]["method"]].posterior(cfg, theta)
-    posterior.load({name: first(v) if name == "logvar" else v
-                    for name, v in state["posterior"].items()})
-    start, y_s = leaves(spread(theta, 1)), torch.from_numpy(y_s)[None]
-    adapted, _ = adapt(start, floats(x_s), y_s, torch.tensor([alpha]), k)
-    with torch.no_grad():
-        found = posterior.predict(adapted, floats(x_q), [stream("cpu", "classify")])
-    return found.get("sampled_", found[""])[0].exp().numpy()
+    return "\n".join(lines) + "\n"
 
 
 # ------------------------------------------------------------------------------------- Command line
@@ -1671,7 +1453,7 @@ def options():
         parser.add_argument(flag(name), help=text, **how)
 
     words = several(str)
-    parser.add_argument("command", choices=[*EXPERIMENTS, "report", "classify"])
+    parser.add_argument("command", choices=EXPERIMENTS)
     add("sequence", "datasets or folders of class folders", type=words)
     add("methods", f"of {','.join(METHODS)} (default: all)", type=words, default=tuple(METHODS))
     add("seeds", "default: 0", type=several(int), default=(0,))
@@ -1683,9 +1465,6 @@ def options():
     add("generated", "generated datasets stand in for missing ones", action="store_true")
     add("fresh", "delete the results of these runs and start over", action="store_true")
     add("start_from", "folder of a run whose parameters and posterior to begin with", type=Path)
-    add("from", "classify: folder of the run to use", type=Path, dest="source")
-    add("labelled", "classify: folder of class folders", type=Path)
-    add("images", "classify: folder of images to classify", type=Path)
     for name in PER_DATASET:
         kind = float if name == "inner_rate" else int
         add(name, "one for all datasets, or one for each", type=several(kind))
@@ -1705,8 +1484,6 @@ def parse(argv):
     for name in PER_DATASET:
         for value in vars(args)[name] or ():
             check(name, value, 0 if name == "inner_rate" else 1)
-    if args.command not in EXPERIMENTS:
-        return args
     experiment, gpu = EXPERIMENTS[args.command], torch.cuda.is_available()
     args.device = args.device or ("cuda" if gpu else "cpu")
     need(gpu or args.device == "cpu", "CUDA is not available on this machine; use --device cpu.")
@@ -1879,12 +1656,6 @@ def side_by_side(args, show):
 
 def main(argv):
     args = parse(argv)
-    if args.command == "report":
-        folders = sorted({path.parents[1] for path in args.out.glob("*/*/record.jsonl")})
-        need(folders, f"{args.out} holds no records; run an experiment, or name another --out.")
-        return print("\n".join(map(report, folders)))
-    if args.command == "classify":
-        return classify(args)
     cfg, folder = args.cfg, args.out / args.command
     if TORCHRUN:
         curved = cfg.hessian_tasks if "bomla" in args.methods else cfg.eval_tasks
@@ -1904,8 +1675,8 @@ def main(argv):
               f"k {s.inner_steps} ({s.eval_steps} to evaluate)", flush=True)
 
     def show():
-        if RANK == 0:
-            print(f"\n{report(folder, facts['settings'])}", flush=True)
+        if RANK == 0 and (runs := read_records(folder, facts["settings"])):
+            print(f"\n{table(runs)}", flush=True)
 
     if TORCHRUN:
         for job in args.todo:

@@ -1,10 +1,17 @@
-"""Make data/<name>.npz: from the official archives, or drawn by this program.
+"""What comes before a run, and after it.
+
+Before: make data/<name>.npz, from the official archives or drawn by this program.
 
     python data_prep.py                    download what can be had, pack it, print what is there
     python data_prep.py --raw DIR          take the archives from a folder instead
     python data_prep.py omniglot cifar_fs  only these
     python data_prep.py for triathlon ...  what `boml.py triathlon ...` needs: each dataset of its
                                            sequence, or the generated one that stands in for it
+
+After: judge what the runs have recorded; put a run's network to use.
+
+    python data_prep.py report             tables, verdicts on the paper's claims, and figures
+    python data_prep.py classify ...       tell the classes of one's own images
 
 Archives are found in --raw DIR or downloaded to <data>/raw (resumed when cut, checked by md5). They
 are read in place, never unpacked, and no pickle is ever loaded.
@@ -14,11 +21,14 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
-import argparse, hashlib, http.client, io, os, stat, sys, tarfile, time, zipfile, zlib
+import argparse, csv, dataclasses, hashlib, html, http.client, io, itertools, math, os, re, stat
+import sys, tarfile, time, zipfile, zlib
 import urllib.error, urllib.parse, urllib.request
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw
 
 import boml
@@ -593,15 +603,271 @@ def prepare(name: str, raw: Path | None, data: Path) -> bool:
         return False
 
 
-def main(argv: list[str]):
-    if argv[:1] == ["for"]:
-        if {"-h", "--help"} & set(argv):
-            return
-        args = boml.parse(argv[1:])
-        for name, _ in args.sequence or ():
-            if name in boml.DATASETS and not prepare(name, None, args.data):
-                prepare(boml.DATASETS[name].stand_in, None, args.data)
+def prepare_for(argv: list[str]):
+    """The datasets of a command line of boml.py, or their generated stand-ins."""
+    if {"-h", "--help"} & set(argv):
         return
+    args = boml.parse(argv)
+    for name, _ in args.sequence:
+        if name in boml.DATASETS and not prepare(name, None, args.data):
+            prepare(boml.DATASETS[name].stand_in, None, args.data)
+
+
+# ------------------------------------------------------------------------------------------- Report
+# What the paper claims, by section, held against the records; keys as in accuracies, margins in
+# points of accuracy.
+
+CLAIMS = """
+6.1 maml own past > maml end past
+6.1 bomla own past < bomla end past + 3
+6.1 bomvi own past < bomvi end past + 3
+6.1 toe own past < toe end past + 3
+6.1 bomla end past > maml end past
+6.1 bomvi end past > maml end past
+6.1 bomla end last < maml end last
+6.1 bomvi end last < maml end last
+6.1 bomla end last > maml end last - 10
+6.1 bomvi end last > maml end last - 10
+6.1 maml own new > bomla own new
+6.1 maml own new > bomvi own new
+6.1 maml own new > ftml own new
+6.1 maml end last > toe early last
+6.1 bomla end all > bomvi end all
+6.1 bomla end all > ftml end all
+C.3 bomla end all > bomla@1 end all
+C.3 bomla end all > bomla@1000 end all
+C.3 bomla@1000 end past > bomla@1 end past
+C.3 bomla@1 own new > bomla@1000 own new
+"""
+TASK_CLAIMS = """
+6.2 bomla last tasks > bomla first tasks
+6.2 bomvi last tasks > bomvi first tasks
+6.3 maml last tasks > maml first tasks
+6.2 toe last tasks < toe first tasks + 3
+6.2 bomla last tasks > maml last tasks
+6.2 bomla last tasks > ftml last tasks
+6.2 bomvi last tasks > maml last tasks
+6.2 bomvi last tasks > ftml last tasks
+6.2 bomla last tasks > bomvi last tasks
+6.2 bomla last tasks > bomla@1 last tasks
+6.2 bomla last tasks > bomla@100 last tasks
+"""
+
+
+def accuracies(rows) -> dict[str, float]:
+    """A run's accuracies in % by name; nan where it was not evaluated.
+
+    "own X" is right after the stage of X, "end X" after the last stage, where X is the mean of the
+    past datasets (all but the last), the new ones (all but the first), all, or the last one. "early
+    last" is after J iterations of the last stage, which only Train-On-Everything exceeds. "first
+    tasks" and "last tasks" are the mean over a quarter of a task sequence.
+    """
+    names, stages, at = rows[0]["datasets"], rows[0]["stages"], boml.stage_ends(rows)
+    own, end, q = list(enumerate(names, 1)), [(stages, n) for n in names], max(1, stages // 4)
+    tasks = [(t, names[0]) for t in range(1, stages + 1)]
+    points = {"own past": own[:-1], "own new": own[1:], "end past": end[:-1], "end last": end[-1:],
+              "end all": end, "first tasks": tasks[:q], "last tasks": tasks[-q:]}
+    means = {key: float(np.mean([at.get(p, math.nan) for p in some]))
+             for key, some in points.items() if some}
+    early = [100 * r["accuracy"] for r in rows if r["iteration"] == r["newest"]
+             and (r["stage"], r["evaluated"]) == end[-1]]
+    return means | {"early last": early[-1] if early else math.nan}
+
+
+def verdicts(runs, claims):
+    """Each claim, with left minus right, paired by seed; inconclusive if the 95 % interval holds
+    the margin."""
+    lines = ["| section | claim | left - right | seeds | verdict |", "|-|-|-|-|-|"]
+    found = {key: accuracies(rows) for key, rows in runs.items()}
+    pattern = r"(\S+) ((\S+) (\w+ \w+) ([<>]) (\S+) (\w+ \w+)(?: ([+-] \d+))?)"
+    for section, claim, a, key_a, sign, b, key_b, margin in re.findall(pattern, claims):
+        pairs = [(found[a, seed], found[b, seed]) for v, seed in found if v == a
+                 and (b, seed) in found]
+        apart = [one.get(key_a, math.nan) - other.get(key_b, math.nan) for one, other in pairs]
+        apart = [value for value in apart if not math.isnan(value)]
+        mean, half = sum(apart) / max(len(apart), 1), boml.half_width(apart)
+        over = mean - float(margin.replace(" ", "") or 0)
+        verdict = "holds" if (over > 0) == (sign == ">") else "fails"
+        verdict = verdict if abs(over) > half else "inconclusive"
+        effect = f"{mean:+.1f} ± {half:.1f}" if apart else "not run"
+        lines.append(f"| {section} | {claim} | {effect} | {len(apart)} | {verdict} |")
+    return "\n".join(lines)
+
+
+COLOURS = {"maml": "#d55e00", "bomla": "#222222", "bomvi": "#cc79a7", "toe": "#0072b2",
+           "ftml": "#009e73"}
+
+
+def figure(runs) -> str:
+    """Accuracy along the training as SVG: a panel per dataset, its own stage shaded, chance dashed;
+    a line per variant, with a band of one standard deviation over seeds."""
+    first, svg = next(iter(runs.values()))[0], []
+    names, stages = first["datasets"], first["stages"]
+    width, height, y = 800, 140 if len(names) > 1 else 300, 16
+    variants = list(dict.fromkeys(variant for variant, _ in runs))
+    others = itertools.cycle(["#e69f00", "#56b4e9", "#8c564b", "#7f7f7f"])
+    colours = {v: COLOURS.get(v) or next(others) for v in variants}
+
+    def path(d, stroke="none", fill="none", more=""):
+        svg.append(f"<path d='M{d}' stroke='{stroke}' fill='{fill}' {more}/>")
+
+    def write(words, x, y, more=""):
+        svg.append(f"<text x='{x:.0f}' y='{y:.0f}' {more}>{html.escape(words)}</text>")
+
+    def place(t, a):
+        return f"{40 + width * t / stages:.1f} {y + height * (1 - a):.1f}"
+
+    write(boml.heading(first), 40, y, "font-size='14'")
+    for n, v in enumerate(variants):
+        y += 18 * (n % 4 == 0)
+        write(boml.label_of(v), 40 + 200 * (n % 4), y, f"font-weight='bold' fill='{colours[v]}'")
+    y += 12
+    for j, name in enumerate(names):
+        if stages == len(names):
+            corners = place(j, 0), place(j + 1, 0), place(j + 1, 1), place(j, 1)
+            path("L".join(corners), fill="#eee")
+        for tick in (0, 20, 40, 60, 80, 100):
+            path(f"{place(0, tick / 100)}h{width}", "#ddd")
+            write(str(tick), 14, y + height * (1 - tick / 100) + 4)
+        path(f"{place(0, 1 / first['way'])}h{width}", "#999", more="stroke-dasharray='4'")
+        for v in variants:
+            for line in curves(runs, v, name):
+                upper = [place(t, mean + sd) for t, mean, sd in line]
+                lower = [place(t, mean - sd) for t, mean, sd in line]
+                path("L".join(upper + lower[::-1]), fill=colours[v], more="opacity='0.2'")
+                middle = "L".join(place(t, mean) for t, mean, _ in line) + "h0"  # a point is a dot
+                path(middle, colours[v], more="stroke-width='2.5' stroke-linecap='round'")
+        seen = any(r["evaluated"] == name for rows in runs.values() for r in rows)
+        write(name if seen else f"{name}: not evaluated", 46, y + 14, "font-weight='bold'")
+        y += height + 16
+    ends = {t: f"task {t}" for t in boml.quarters(stages)}
+    for t, words in enumerate(names, 1) if stages == len(names) else ends.items():
+        x = 40 + width * t / stages
+        write(words, x, y, f"text-anchor='end' transform='rotate(-15 {x:.0f} {y})'")
+    return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width + 60} {y + 50}' "
+            "font-size='12' font-family='sans-serif'>\n<rect width='100%' height='100%' "
+            "fill='white'/>\n" + "\n".join(svg) + "\n</svg>\n")
+
+
+def curves(runs, variant, name):
+    """A variant's lines in a panel, of (time in stages, mean, standard deviation): one, or from
+    scratch one per stage."""
+    lines = defaultdict(lambda: defaultdict(list))
+    for r in (r for (v, _), rows in runs.items() if v == variant for r in rows):
+        if r["evaluated"] == name:
+            line = lines[r["stage"] if boml.METHODS[r["method"]].from_scratch else 0]
+            line[r["stage"] - 1 + r["iteration"] / r["iterations"]].append(r["accuracy"])
+    return [[(t, np.mean(a), np.std(a)) for t, a in sorted(line.items())]
+            for _, line in sorted(lines.items())]
+
+
+def report(folder: Path) -> str:
+    """Write the folder's report.md and accuracy.svg; returns the table."""
+    runs = boml.read_records(folder)
+    if not runs:
+        return f"{folder} holds no evaluation yet"
+    first, text = next(iter(runs.values()))[0], boml.table(runs)
+    claims = CLAIMS if first["stages"] == len(first["datasets"]) else TASK_CLAIMS
+    claims = "" if first["experiment"] == "run" else claims
+    for name, content in (("report.md", f"{text}\n{verdicts(runs, claims)}\n"),
+                          ("accuracy.svg", figure(runs))):
+        with boml.replacing(folder / name) as file:
+            file.write(content.encode(errors="backslashreplace"))
+    return text
+
+
+def report_all(argv: list[str]):
+    parser = boml.Parser("run.sh report", description="Tables, verdicts and figures of all runs.")
+    parser.add_argument("--out", type=Path, default=boml.HERE / "runs", help="folder of results")
+    out = parser.parse_args(argv).out
+    folders = sorted({path.parents[1] for path in out.glob("*/*/record.jsonl")})
+    need(folders, f"{out} holds no records; run an experiment, or name another --out.")
+    print("\n".join(map(report, folders)))
+
+
+# ----------------------------------------------------------------------------------------- Classify
+
+
+def classify(argv: list[str]):
+    """Adapt a run's network to the labelled images, then predict the classes of the others, all in
+    one batch: batch norm uses their joint statistics."""
+    parser = boml.Parser("run.sh classify", description=classify.__doc__)
+    parser.add_argument("--from", dest="source", type=Path, help="folder of the run to use")
+    parser.add_argument("--labelled", type=Path, help="folder of class folders")
+    parser.add_argument("--images", type=Path, help="folder of images to classify")
+    parser.add_argument("--inner-rate", type=float, help="alpha (default: the last dataset's)")
+    parser.add_argument("--eval-steps", type=int, help="k (default: the last dataset's)")
+    args = parser.parse_args(argv)
+    for name, path in (("from", args.source), ("labelled", args.labelled), ("images", args.images)):
+        need(path and path.is_dir(), f"classify needs --{name}, a folder; it is {path}.")
+    result = Path("predictions.csv")
+    need(not result.exists(), f"{result} is here already; move it away.")
+    path, state = next(boml.checkpoints(args.source), (None, None))
+    need(state, f"{args.source} has no checkpoint that can be read.")
+    settings, learned = state["settings"], state["learned"][-1]
+    need(settings["method"] in boml.METHODS, f"{args.source} is a run of an unknown method.")
+    cfg = boml.Config(**{f.name: settings[f.name] for f in dataclasses.fields(boml.Config)
+                         if f.name in settings})
+    alpha = learned["inner_rate"] if args.inner_rate is None else args.inner_rate
+    k = learned["eval_steps"] if args.eval_steps is None else args.eval_steps
+    boml.check("inner_rate", alpha, 0), boml.check("eval_steps", k, 1)
+    x_s, y_s, classes = boml.read_classes(args.labelled, cfg.channels)
+    n, files, x_q = len(classes), [], []
+    need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
+         f"can tell 2 to {cfg.way} apart; for more, train with --way {n}.")
+    for path in sorted(p for p in args.images.rglob("*") if not p.is_dir()):
+        try:
+            x_q.append(boml.read_image(path, args.images, cfg.channels))
+            files.append(path.relative_to(args.images))
+        except Problem as problem:
+            print(f"left out: {problem}")
+    need(files, f"{args.images} holds no image that can be read.")
+    print(f"{n} classes, {len(y_s)} labelled images, {len(files)} others; alpha {alpha:g}, k {k}")
+    chances = predict(state, cfg, n, x_s, y_s, x_q, alpha, k)
+    need(np.isfinite(chances).all(), "the adaptation diverged; try a smaller --inner-rate.")
+    write_predictions(result, classes, files, chances)
+
+
+def write_predictions(result: Path, classes: list[str], files: list[Path], chances: np.ndarray):
+    """A line for each image, printed and in a file; the accuracy, where folders name classes."""
+    right = []
+    with open(result, "x", newline="", errors="backslashreplace") as file:
+        csv.writer(file).writerow(["file", "class", *classes])
+        for name, p in zip(files, chances):
+            guess = classes[p.argmax()]
+            csv.writer(file).writerow([name, guess, *(f"{v:.4f}" for v in p)])
+            print(f"{str(name):40} {guess:24} {max(p):.2f}")
+            right += [name.parts[0] == guess] if name.parts[0] in classes else []
+    print(f"{result} is written")
+    if right:
+        print(f"right for {np.mean(right):.1%} of {len(right)} images in folders of these classes")
+
+
+def predict(state, cfg, n, x_s, y_s, x_q, alpha, k):
+    """Probabilities (B, n), by the first n outputs of a checkpoint's network."""
+
+    def first(p):
+        return {name: v[:n] if name.startswith("linear") else v for name, v in p.items()}
+
+    def floats(images):
+        x = torch.from_numpy(np.array(images)).reshape(1, len(images), 28, 28, -1)
+        return boml.to_floats(x.permute(0, 1, 4, 2, 3), cfg.channels)
+
+    theta = first(state["theta"])
+    posterior = boml.METHODS[state["settings"]["method"]].posterior(cfg, theta)
+    posterior.load({name: first(v) if name == "logvar" else v
+                    for name, v in state["posterior"].items()})
+    start, y_s = boml.leaves(boml.spread(theta, 1)), torch.from_numpy(y_s)[None]
+    adapted, _ = boml.adapt(start, floats(x_s), y_s, torch.tensor([alpha]), k)
+    with torch.no_grad():
+        found = posterior.predict(adapted, floats(x_q), [boml.stream("cpu", "classify")])
+    return found.get("sampled_", found[""])[0].exp().numpy()
+
+
+def main(argv: list[str]):
+    commands = {"for": prepare_for, "report": report_all, "classify": classify}
+    if argv and argv[0] in commands:
+        return commands[argv[0]](argv[1:])
     parser = boml.Parser("data_prep.py", description=__doc__,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="dataset", help=f"any of {', '.join(COUNTS)}")

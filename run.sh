@@ -31,6 +31,7 @@ case $1 in
   test) exec "$python" -m pytest "$here/test_boml.py" -q "${@:2}" ;;
   bench | approximation) exec "$python" "$here/test_boml.py" "$@" ;;
   data) exec "$python" "$here/data_prep.py" "${@:2}" ;;
+  report | classify) exec "$python" "$here/data_prep.py" "$@" ;;
   triathlon | pentathlon | omniglot | run)
     "$python" "$here/data_prep.py" for "$@"
     exec "$python" "$here/boml.py" "$@" --generated ;;

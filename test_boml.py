@@ -2068,6 +2068,7 @@ def test_every_method_end_to_end(fake_data, tmp_path, forks, capsys):
         assert all(set(r) == scores | {
             "experiment", "schedule", "data", "way", "settings", "revision", "method", "variant", "seed", "datasets",
             "stages", "stage", "iteration", "iterations", "newest", "evaluated"} for r in rows)
+    data_prep.main(["report", "--out", str(tmp_path)])
     assert all(m.label in (folder / "report.md").read_text() for m in boml.METHODS.values())
     ElementTree.parse(folder / "accuracy.svg")
 
@@ -2099,15 +2100,15 @@ def test_refused_run_is_named_at_once(fake_data, tmp_path, forks, capfd, monkeyp
     """A run that is refused is named before the next one starts; that one is run and reported without it."""
     (tmp_path / "run" / "maml-0").mkdir(parents=True)
     (tmp_path / "run" / "maml-0" / "record.jsonl").write_text("5\n")
-    real_report, seen = boml.report, []
-    monkeypatch.setattr(boml, "report", lambda *a: seen.append(
-        (capfd.readouterr().err, (tmp_path / "run/ftml-0").exists())) or real_report(*a))
+    real_reader, seen = boml.read_records, []
+    monkeypatch.setattr(boml, "read_records", lambda *a: seen.append(
+        (capfd.readouterr().err, (tmp_path / "run/ftml-0").exists())) or real_reader(*a))
     with pytest.raises(boml.Problem, match=r"^maml-0 did not finish"):
         boml.main([str(a) for a in ("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--jobs", 1,
                                     "--methods", "maml,ftml", "--out", tmp_path)])
     (said, started), _ = seen
     assert "--fresh with --methods maml" in said and "boml: maml-0 has failed (2)." in said and not started
-    assert "| Follow-The-Meta-Leader | 1 |" in (tmp_path / "run" / "report.md").read_text()
+    assert "| Follow-The-Meta-Leader | 1 |" in capfd.readouterr().out
     assert (tmp_path / "run/maml-0/record.jsonl").read_text() == "5\n"
 
 
@@ -2117,7 +2118,7 @@ def test_generated_data_is_labelled(tmp_path, forks, capsys):
     pack(tmp_path / "data", "generated_aeroplanes", (6, 6, 6), (28, 28, 3), kind="generated")
     boml.main([str(a) for a in ("run", "--sequence", "aircraft", "--data", tmp_path / "data", "--out", tmp_path,
                                 "--generated", "--methods", "maml", *SMALL, "--iterations", 1)])
-    text, report = capsys.readouterr().out, (tmp_path / "run" / "report.md").read_text()
+    text, report = capsys.readouterr().out, data_prep.report(tmp_path / "run")
     assert "run, generated data" in text and "run, generated data" in report
     assert "generated_aeroplanes (generated)" in text and "aircraft" not in text + report
     rows = rows_of(tmp_path / "run" / "maml-0" / "record.jsonl")
@@ -2548,12 +2549,12 @@ def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_pa
     (tmp_path / "images/class 0/broken.png").write_bytes(b"no image")
     monkeypatch.chdir(tmp_path)
     line = ["classify", "--from", tmp_path / f"run/{method}-0", "--labelled", "labelled", "--images", "images",
-            "--eval-steps", "9,3"]  # of two datasets; the last one's is the one to use
-    boml.main([str(a) for a in line])
+            "--eval-steps", 3]
+    data_prep.main([str(a) for a in line])
     rows = [row.split(",") for row in (tmp_path / "predictions.csv").read_text().splitlines()]
     assert rows[0] == ["file", "class", *(f"class {c}" for c in range(classes))] and len(rows) == 1 + 3 * classes
     with pytest.raises(boml.Problem, match="predictions.csv is here already; move it away"):
-        boml.main([str(a) for a in line])
+        data_prep.main([str(a) for a in line])
     state = state_of(tmp_path / f"run/{method}-0")
     first = lambda p: {n: v[:classes] if n.startswith("linear") else v for n, v in p.items()}
     theta, (x_s, y_s, _), (x_q, _, _) = first(state["theta"]), *(
@@ -2795,7 +2796,7 @@ def test_table_of_made_up_records(tmp_path):
     """The table has the means right after each dataset's own stage and after the last, with the interval over seeds."""
     values = [[[0.8, 0.3], [0.6, 0.5]], [[0.9, 0.3], [0.5, 0.7]], [[0.85, 0.3], [0.55, 0.6]]]
     put(tmp_path, *(made_up("maml", s, v) for s, v in enumerate(values)), made_up("bomla@1000", 0, TWO))
-    text = boml.report(tmp_path)
+    text = data_prep.report(tmp_path)
     # Student's t with two degrees of freedom, 4.303, times standard errors of 5 and 10 points / sqrt(3)
     assert "\n| Sequential MAML | 3 | 85.0 -> 55.0 ± 12.4 | 60.0 ± 24.8 |\n" in text
     assert "\n| BomLA, lambda = 1000 | 1 | 80.0 -> 60.0 | 50.0 |\n" in text
@@ -2819,13 +2820,13 @@ def test_unfinished_stage_does_not_count(tmp_path):
     for row in unfinished[2:]:
         row.update(iteration=5, accuracy=0.0)
     put(tmp_path, made_up("maml", 0, TWO), unfinished)
-    assert "80.0 -> 60.0 | 50.0 |" in boml.report(tmp_path)
+    assert "80.0 -> 60.0 | 50.0 |" in data_prep.report(tmp_path)
 
 
 def test_stage_to_come_is_left_open(tmp_path):
     """A report while runs are under way has the numbers that there are and dots for those to come."""
     put(tmp_path, made_up("maml", 0, TWO)[:2], made_up("bomla", 0, TWO))
-    text = boml.report(tmp_path)
+    text = data_prep.report(tmp_path)
     assert "| Sequential MAML | 0 of 1 | 80.0 -> not evaluated | not evaluated |" in text and "| BomLA | 1 | 80.0 -> 60.0 | 50.0 |" in text
 
 
@@ -2835,13 +2836,13 @@ def test_run_without_evaluation_disturbs_no_other(tmp_path):
     for name in ("bomvi-0", "a-0"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "record.jsonl").touch()
-    text = boml.report(tmp_path)
+    text = data_prep.report(tmp_path)
     assert all(f"| {label} | 1 | 80.0 -> 60.0 | 50.0 |" in text for label in ("BomLA", "Sequential MAML"))
 
 
 def test_folder_without_evaluation_is_reported(tmp_path):
     """A folder whose runs have no evaluation yet is reported as such, and gets no report."""
-    assert boml.report(tmp_path) == f"{tmp_path} holds no evaluation yet" and not list(tmp_path.iterdir())
+    assert data_prep.report(tmp_path) == f"{tmp_path} holds no evaluation yet" and not list(tmp_path.iterdir())
 
 
 def claims_in(text):
@@ -2852,19 +2853,19 @@ def claims_in(text):
         yield section, a, " ".join(key_a), sign, b, f"{key_b} {of}", int("".join(words[8:]) or 0), line
 
 
-EVERY_CLAIM = [(name, *claim) for name in ("CLAIMS", "TASK_CLAIMS") for claim in claims_in(getattr(boml, name))]
+EVERY_CLAIM = [(name, *claim) for name in ("CLAIMS", "TASK_CLAIMS") for claim in claims_in(getattr(data_prep, name))]
 
 
 def test_every_claim_is_read():
     """Each line of the claims is a row of the verdicts, in its own words."""
-    for claims in (boml.CLAIMS, boml.TASK_CLAIMS):
-        rows = [row.split(" | ") for row in boml.verdicts({}, claims).split("\n")[2:]]
+    for claims in (data_prep.CLAIMS, data_prep.TASK_CLAIMS):
+        rows = [row.split(" | ") for row in data_prep.verdicts({}, claims).split("\n")[2:]]
         assert [f"{section[2:]} {claim}" for section, claim, *_ in rows] == claims.strip().split("\n")
 
 
 def test_claims_are_of_runs_that_can_be_had():
     """Each variant that a claim speaks of is a run that its experiment's command line can give."""
-    studies = (("triathlon", "1,100,1000", boml.CLAIMS), ("omniglot", "0.01,1,100", boml.TASK_CLAIMS))
+    studies = (("triathlon", "1,100,1000", data_prep.CLAIMS), ("omniglot", "0.01,1,100", data_prep.TASK_CLAIMS))
     for command, weights, claims in studies:
         variants = {job.variant for job in boml.parse([command, "--past-weight", weights]).todo}
         assert {v for _, a, _, _, b, *_ in claims_in(claims) for v in (a, b)} <= variants
@@ -2905,9 +2906,9 @@ def test_claim_comes_out_each_way(name, section, a, key_a, sign, b, key_b, margi
     ):
         apart = [margin + points for points in apart]
         runs = runs_apart((a, key_a), (b, key_b), apart, name == "TASK_CLAIMS")
-        claims = getattr(boml, name)
+        claims = getattr(data_prep, name)
         number = claims.strip().split("\n").index(line)
-        row = boml.verdicts(runs, claims).split("\n")[2 + number].strip("| ").split(" | ")
+        row = data_prep.verdicts(runs, claims).split("\n")[2 + number].strip("| ").split(" | ")
         shown = f"{np.mean(apart):+.1f} ± " if apart else "not run"
         assert row[:2] == line.split(" ", 1) and row[3:] == [str(len(apart)), expected], (apart, row)
         assert row[2].startswith(shown), (apart, row)
@@ -2920,7 +2921,7 @@ def test_claims_are_paired_over_seeds(tmp_path):
     late = made_up("maml", 3, TWO)
     late[2]["iteration"] = late[3]["iteration"] = 5
     put(tmp_path, *runs, made_up("bomla", 3, TWO), late, made_up("bomla", 4, TWO))
-    boml.report(tmp_path)
+    data_prep.report(tmp_path)
     found = (tmp_path / "report.md").read_text()
     assert "\n| 6.1 | bomla end past > maml end past | +10.0 ± 0.0 | 3 | holds |\n" in found
 
@@ -2929,7 +2930,7 @@ def test_claims_of_a_task_sequence(tmp_path):
     """Along a sequence of tasks the last quarter is compared with the first."""
     rise = lambda m, s: made_up(m, s, [[0.5 + 0.05 * t + 0.001 * s] for t in range(8)], experiment="omniglot")
     put(tmp_path, *(rise(m, s) for m in ("bomla", "toe") for s in (0, 1, 2)))
-    table, found = boml.report(tmp_path), (tmp_path / "report.md").read_text()
+    table, found = data_prep.report(tmp_path), (tmp_path / "report.md").read_text()
     assert "\n| 6.2 | bomla last tasks > bomla first tasks | +30.0 ± 0.0 | 3 | holds |\n" in found
     assert "\n| 6.2 | toe last tasks < toe first tasks + 3 | +30.0 ± 0.0 | 3 | fails |\n" in found
     assert "\n| method | seeds | after task 2 | after task 4 | after task 6 | after task 8 |\n" in table
@@ -2940,7 +2941,7 @@ def test_report_needs_only_the_records(tmp_path, capsys):
     """The report of every experiment in a folder comes from its records alone."""
     put(tmp_path / "triathlon", *(made_up("maml", s, [[0.9, 0.3], [0.4 + 0.01 * s, 0.5]]) for s in range(3)))
     put(tmp_path / "run", made_up("toe", 0, TWO, experiment="run"))
-    boml.main(["report", "--out", str(tmp_path)])
+    data_prep.main(["report", "--out", str(tmp_path)])
     text = capsys.readouterr().out
     assert "triathlon, real data, cpu schedule" in text and "run, real data, cpu schedule" in text
     found = (tmp_path / "triathlon" / "report.md").read_text()
@@ -2951,7 +2952,7 @@ def test_report_needs_only_the_records(tmp_path, capsys):
 def test_sequence_of_ones_own_has_no_claims(tmp_path):
     """A sequence of the user's own is not held against the paper."""
     put(tmp_path, *(made_up(m, s, TWO, experiment="run") for m in ("maml", "bomla") for s in range(3)))
-    boml.report(tmp_path)
+    data_prep.report(tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "| BomLA | 3 | 80.0 -> 60.0 ± 0.0 | 50.0 ± 0.0 |" in text
     assert not re.search("holds|fails|inconclusive", text)
@@ -2961,7 +2962,7 @@ def test_sequence_of_ones_own_has_no_claims(tmp_path):
 def test_one_dataset_is_reported(experiment, tmp_path):
     """A sequence of one dataset, or of one task, has a table and a figure."""
     put(tmp_path, made_up("maml", 0, [[0.7]], experiment=experiment))
-    text = boml.report(tmp_path)
+    text = data_prep.report(tmp_path)
     assert "| Sequential MAML | 1 | 70.0 |" in text and (tmp_path / "accuracy.svg").exists()
 
 
@@ -2987,7 +2988,7 @@ def test_foreign_record_is_left_out(how, tmp_path, capsys):
     path.parent.mkdir()
     rows = FOREIGN[how]
     path.write_bytes(rows if isinstance(rows, bytes) else "".join(json.dumps(row) + "\n" for row in rows).encode())
-    text, said = boml.report(tmp_path), capsys.readouterr().out
+    text, said = data_prep.report(tmp_path), capsys.readouterr().out
     assert said.count("left out") == 1 and f"left out: {path} (" in said
     table = [line for line in text.split("\n") if line.startswith("|")][2:]
     assert table == [f"| {label} | 1 | 80.0 -> 60.0 | 50.0 |" for label in ("Sequential MAML", "Train-On-Everything")]
@@ -3010,9 +3011,9 @@ def test_report_is_of_one_setting(tmp_path):
 def test_several_revisions_are_said(tmp_path):
     """A table of runs of several revisions names them; one of a single revision does not."""
     put(tmp_path, made_up("maml", 0, TWO, revision="abc"), made_up("toe", 0, TWO, revision="abc"))
-    assert "revision" not in boml.report(tmp_path)
+    assert "revision" not in data_prep.report(tmp_path)
     put(tmp_path, made_up("bomla", 0, TWO, revision="def-dirty"))
-    assert "Runs of several revisions: abc, def-dirty." in boml.report(tmp_path)
+    assert "Runs of several revisions: abc, def-dirty." in data_prep.report(tmp_path)
 
 
 def test_settings_know_the_images(tmp_path):
@@ -3044,8 +3045,8 @@ HOSTILE = "<&>'\""
 class Panels:
     """The figure of some runs, by its panels: the grid, what is shaded, dashed and drawn, the words."""
 
-    def __init__(self, runs, names, T, way=5):
-        root = ElementTree.fromstring(boml.figure(runs, names, T, f"title {HOSTILE}", way))
+    def __init__(self, runs):
+        root = ElementTree.fromstring(data_prep.figure(runs))
         space = "{http://www.w3.org/2000/svg}"
         assert root.tag == f"{space}svg"
         self.words = [e.text for e in root.iter(f"{space}text")]
@@ -3054,7 +3055,7 @@ class Panels:
         grid = [grid[n : n + 6] for n in range(0, len(grid), 6)]  # at 0, 20, ..., 100 %
         self.left, self.right = grid[0][0][0][0], grid[0][0][1][0]
         self.bottom, self.top = ([g[n][0][1] for g in grid] for n in (0, -1))
-        self.T, self.panels = T, len(grid)
+        self.T, self.panels = next(iter(runs.values()))[0]["stages"], len(grid)
         kind = lambda key, value: [p for p in paths if p.get(key) == value]
         self.shaded, self.dashed = kind("fill", "#eee"), kind("stroke-dasharray", "4")
         self.lines, self.bands = kind("stroke-linecap", "round"), kind("opacity", "0.2")
@@ -3097,12 +3098,12 @@ def figure_runs(n, variants=("maml", "bomla@1000", "bomla", "toe"), seeds=(0, 1)
 def test_figure_is_well_formed(n, tmp_path):
     """The figure is XML whatever the datasets are called, and names them all, the title and the variants."""
     runs, names = figure_runs(n)
-    found = Panels(runs, names, n)
+    found = Panels(runs)
     assert found.panels == n
-    for word in (*names, f"title {HOSTILE}", "Sequential MAML", "BomLA", "BomLA, lambda = 1000", "Train-On-Everything"):
+    for word in (*names, "triathlon, real data, cpu schedule", "Sequential MAML", "BomLA", "BomLA, lambda = 1000", "Train-On-Everything"):
         assert word in found.words
     put(tmp_path, *([row | dict(experiment="run") for row in rows] for rows in runs.values()))
-    boml.report(tmp_path)
+    data_prep.report(tmp_path)
     assert ElementTree.parse(tmp_path / "accuracy.svg").getroot().tag.endswith("svg")
 
 
@@ -3111,9 +3112,9 @@ def test_figure_has_a_line_per_variant_and_panel(n):
     """Each panel has a line of its own colour for each variant; for Train-On-Everything, which starts anew, one per
     stage."""
     runs, names = figure_runs(n)
-    found = Panels(runs, names, n)
+    found = Panels(runs)
     count = Counter((found.panel_of(p), p["stroke"]) for p in found.lines)
-    colours = {v: boml.METHODS[v].colour for v in ("maml", "bomla", "toe")}
+    colours = {v: data_prep.COLOURS[v] for v in ("maml", "bomla", "toe")}
     other = {colour for _, colour in count} - set(colours.values())
     assert len(set(colours.values())) == 3 and len(other) == 1
     for panel in range(n):
@@ -3125,7 +3126,7 @@ def test_figure_has_a_line_per_variant_and_panel(n):
 def test_figure_has_the_accuracies():
     """A line goes through the means over seeds at their places, its band through one standard deviation about them."""
     runs, names = figure_runs(3, ["maml"])
-    found = Panels(runs, names, 3)
+    found = Panels(runs)
     assert len(found.lines) == len(found.bands) == 3
     for line, band in zip(found.lines, found.bands):
         j = found.panel_of(line)
@@ -3139,7 +3140,7 @@ def test_figure_has_the_accuracies():
 def test_figure_shades_the_own_stage(n):
     """In the panel of a dataset its own stage is shaded, from bottom to top, and nothing else."""
     runs, names = figure_runs(n)
-    found = Panels(runs, names, n)
+    found = Panels(runs)
     assert len(found.shaded) == n
     for j, area in enumerate(found.shaded):
         corners = {found.place(j, t, a) for t in (j, j + 1) for a in (0, 1)}
@@ -3149,7 +3150,8 @@ def test_figure_shades_the_own_stage(n):
 @pytest.mark.parametrize("n, way", [(1, 5), (16, 5), (3, 2), (3, 20)])
 def test_figure_has_a_line_at_chance(n, way):
     """Each panel has a dashed line across it at the accuracy of guessing, 1 / N."""
-    found = Panels(*figure_runs(n), n, way)
+    runs, _ = figure_runs(n)
+    found = Panels({key: [row | dict(way=way) for row in rows] for key, rows in runs.items()})
     assert len(found.dashed) == n
     for j, line in enumerate(found.dashed):
         assert_close(line["points"], [found.place(j, 0, 1 / way), found.place(j, n, 1 / way)], atol=0.1)
@@ -3158,7 +3160,7 @@ def test_figure_has_a_line_at_chance(n, way):
 def test_figure_of_a_task_sequence():
     """The figure of a task sequence has one panel with a line along all tasks, no stage shaded, and names the tasks."""
     runs = {("bomla", 0): made_up("bomla", 0, [[0.3 + 0.05 * t] for t in range(8)])}
-    found = Panels(runs, ["d0"], 8)
+    found = Panels(runs)
     assert found.panels == len(found.lines) == 1 and not found.shaded
     assert_close(found.lines[0]["points"], [found.place(0, t + 1, 0.3 + 0.05 * t) for t in range(8)], atol=0.1)
     assert {"task 2", "task 4", "task 6", "task 8"} <= set(found.words)
@@ -3196,7 +3198,8 @@ def test_readme_next_dataset(tmp_path, monkeypatch, forks, capsys):
         else:
             program, script, *args = command.split()
             assert (program, script) == ("bash", "run.sh")
-            boml.main(args + tiny * (args[0] == "run"))  # of two values the later counts
+            program = data_prep if args[0] == "classify" else boml
+            program.main(args + tiny * (args[0] == "run"))  # of two values the later counts
     masked = lambda text: {re.sub(r"[\d.]+", "#", line) for line in text.splitlines() if "/" not in line}
     assert len(masked(shown)) > 2 and masked(shown) - {"#"} <= masked(capsys.readouterr().out)  # "#" was "..."
     assert sorted(p.name for p in tmp_path.iterdir()) == ["march", "predictions.csv", "runs"]
@@ -3220,7 +3223,7 @@ def test_reports_follow_from_the_records(tmp_path):
     assert folders, "no records are committed"
     for folder in folders:
         shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*.md", "*.svg"))
-        boml.report(tmp_path / folder.name)
+        data_prep.report(tmp_path / folder.name)
         for name in ("report.md", "accuracy.svg"):
             assert (folder / name).read_text() == (tmp_path / folder.name / name).read_text(), folder / name
 
@@ -3367,7 +3370,7 @@ BAD = [  # a command line, and what its sentence says
     bad("run --sequence omniglot --filters 4 --start-from run/maml-0 --methods bomla", "not the folder of another run"),
     bad("run --sequence omniglot --filters 4 --start-from run/maml-0 --methods maml,bomvi", "another run of bomvi"),
     bad("run --sequence omniglot --filters 4 --start-from run/maml-0 --methods maml --out .", "of another run of maml"),
-    bad("report", "nowhere holds no records"),
+    bad("report --out nowhere", "nowhere holds no records"),
     bad("report --out text", "text holds no records"),
     bad("report --out run/maml-0", "run/maml-0 holds no records"),
     bad("report --out reported", "reported/run/report.md cannot be written"),
@@ -3399,9 +3402,11 @@ def test_bad_input(line, sentence, bad_things, fake_data, monkeypatch, capsys):
     monkeypatch.setattr(boml, "side_by_side", start)
     monkeypatch.chdir(bad_things)
     before = sorted(bad_things.rglob("*"))
-    line = [*line[:1], "--data", str(fake_data), "--query", "2", "--out", "nowhere", *line[1:]]
+    program = data_prep if line[0] in ("report", "classify") else boml
+    if program is boml:
+        line = [*line[:1], "--data", str(fake_data), "--query", "2", "--out", "nowhere", *line[1:]]
     with pytest.raises(SystemExit) as end:
-        boml.one_sentence(boml.main, line)
+        boml.one_sentence(program.main, line)
     *damage, said = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and re.match("boml: .", said) and sentence in said
     assert all(re.fullmatch(r"boml: \S+/checkpoint.pt is damaged \(.*\)\.", other) for other in damage)
@@ -3494,7 +3499,7 @@ def test_names_that_cannot_be_shown(encoding, tmp_path, monkeypatch):
     output = io.TextIOWrapper(io.BytesIO(), encoding)
     monkeypatch.setattr(sys, "stdout", output)
     boml.one_sentence(work_here, "run", "--sequence", own, "--methods", "maml", "--out", tmp_path / "out", *SMALL)
-    print(boml.report(tmp_path / "out/run"), flush=True)
+    print(data_prep.report(tmp_path / "out/run"), flush=True)
     assert b"1 file(s) skipped" in output.buffer.getvalue() and b"| Sequential MAML | 1 |" in output.buffer.getvalue()
 
 
@@ -3526,7 +3531,7 @@ def test_lambda_study_side_by_side(fake_data, tmp_path):
     """Several values of lambda are runs of their own beside the default's, in one table."""
     work_here("run", "--sequence", "omniglot,mini_quickdraw", "--data", fake_data, "--out", tmp_path, *SMALL,
               "--iterations", "1", "--methods", "bomla,bomvi", "--past-weight", "1,100,1000")
-    text = boml.report(tmp_path / "run")
+    text = data_prep.report(tmp_path / "run")
     labels = re.findall(r"^\| (.*?) \| 1 \|", text, re.M)
     assert labels == ["BomLA", "BomLA, lambda = 1", "BomLA, lambda = 1000",
                       "BomVI", "BomVI, lambda = 100", "BomVI, lambda = 1000"]
@@ -3540,7 +3545,7 @@ def test_omniglot_sequence_end_to_end(fake_data, tmp_path):
     """The task sequence runs with every method, evaluates after every task, and draws its figure."""
     args = "--filters 4 --iterations 1 --tasks 4 --shot 1 --query 2 --eval-tasks 2 --eval-every 2".split()
     work_here("omniglot", "--data", fake_data, "--out", tmp_path, *args)
-    text = boml.report(tmp_path / "omniglot")
+    text = data_prep.report(tmp_path / "omniglot")
     assert "after task 4" in text and all(m.label in text for m in boml.METHODS.values())
     for method in boml.METHODS:
         rows = rows_of(tmp_path / f"omniglot/{method}-0/record.jsonl")
