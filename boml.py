@@ -202,6 +202,7 @@ class Dataset(NamedTuple):
 def read_npz(path: Path) -> list:
     """images, labels, classes, split and origin of a packed dataset."""
     make = f"make it with: bash run.sh data {path.stem} --data {path.parent}"
+    need(path.is_file(), f"{path} is not there; {make}, or use --generated.")
     try:
         with np.load(path, allow_pickle=False) as z:
             arrays = [z[key] for key in ("images", "labels", "classes", "split", "origin")]
@@ -213,8 +214,6 @@ def read_npz(path: Path) -> list:
              and np.array_equal(np.unique(labels), np.arange(len(classes)))
              and set(split.tolist()) <= set(SPLITS), "its arrays do not fit together")
         return arrays
-    except FileNotFoundError:
-        raise Problem(f"{path} is not there; {make}, or use --generated.")
     except Exception as error:  # NumPy raises almost anything on bad bytes
         raise Problem(f"{path} is damaged ({brief(error)}); delete it and {make}.")
 
@@ -1252,8 +1251,9 @@ class Run:
         if first:  # before anything is deleted
             self.begin_at(first)
             self.settings["start_from"] = first["folder"]
-        for path in self.out.glob("*") if RANK == 0 else ():
-            if path.suffix == ".tmp" or fresh and path.name != "lock":
+        files = [*self.out.glob("checkpoint*"), *self.out.glob("record*")] if RANK == 0 else []
+        for path in files:
+            if fresh or path.suffix == ".tmp":
                 path.unlink()
         newest = self.out / "checkpoint.pt"
         for path, state in checkpoints(self.out, self.device):
@@ -1266,7 +1266,7 @@ class Run:
             if RANK == 0 and path != newest and newest.exists():  # not to be kept as "before"
                 os.replace(newest, self.out / "checkpoint.damaged")
             return self.write_record()
-        left = [p.name for p in self.out.glob("*") if p.name != "lock"] if RANK == 0 else []
+        left = [path.name for path in files if path.exists()]
         need(not left, f"{self.out} holds results ({', '.join(left)}) but no readable checkpoint; "
              f"use another --out, or --fresh with --methods {self.job.method} to delete them.")
 
@@ -1583,6 +1583,8 @@ def starting_point(args, job):
     need(usable and folder.resolve() != (args.out / args.command / job.name).resolve(),
          f"--start-from {folder} is not the folder of another run of {job.method} with --way "
          f"{job.cfg.way}, --channels {job.cfg.channels} and --filters {job.cfg.filters}; name one.")
+    need(state["iteration"] == 0, f"--start-from {folder} has a run in the midst of a dataset; let "
+         "it come to the end.")
     return state | {"folder": str(folder.resolve())}
 
 

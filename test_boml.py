@@ -2507,6 +2507,17 @@ def test_start_from_keeps_its_source(fake_data, tmp_path):
     assert contents(tmp_path / "run/bomla-0") == before
 
 
+def test_start_from_an_unfinished_stage_is_refused(fake_data, tmp_path):
+    """No run starts from one that was stopped within a stage, whose posterior lags behind its parameters."""
+    line = ["run", "--data", fake_data, *SMALL, "--methods", "bomla"]
+    stopped = boml.parse([str(a) for a in (*line, "--sequence", "omniglot", "--out", tmp_path / "one")])
+    assert not boml.work(stopped, stopped.todo[0], lambda share: True)
+    with pytest.raises(boml.Problem, match="bomla-0 has a run in the midst of a dataset; let it come to the end"):
+        work_here(*line, "--sequence", "mini_quickdraw", "--out", tmp_path / "two", "--start-from",
+                  tmp_path / "one/run/bomla-0")
+    assert not list(tmp_path.glob("two/run/bomla-0/checkpoint*"))
+
+
 def test_started_run_goes_on_without_its_source(fake_data, tmp_path):
     """A run begun at another's posterior goes on when that is gone, and is refused another beginning, unharmed."""
     line = ["--data", fake_data, *SMALL, "--methods", "bomla", "--out"]
@@ -2612,6 +2623,16 @@ def test_run_holds_its_lock(fake_data, tmp_path):
     work_here("run", "--sequence", "omniglot", "--methods", "maml", "--data", fake_data, "--out", tmp_path, *SMALL,
               progress=progress)
     assert len(refused) == 4
+
+
+def test_fresh_start_spares_other_files(fake_data, tmp_path):
+    """--fresh deletes a run's own files, not what else lies in its folder."""
+    line = ["run", "--sequence", "omniglot", "--methods", "maml", "--data", fake_data, "--out", tmp_path, *SMALL]
+    (tmp_path / "run/maml-0").mkdir(parents=True)
+    (tmp_path / "run/maml-0/notes.txt").write_text("mine")
+    work_here(*line)
+    work_here(*line, "--fresh")
+    assert (tmp_path / "run/maml-0/notes.txt").read_text() == "mine"
 
 
 def test_fresh_start_waits_for_the_lock(fake_data, tmp_path):
@@ -3269,6 +3290,7 @@ def bad_things(fake_data, tmp_path_factory):
     for name, content in (("half", (fake_data / "cifar_fs.npz").read_bytes()[:3000]), ("void", b"")):
         (here / name).mkdir()
         (here / name / "cifar_fs.npz").write_bytes(content)
+    (here / "pipe").mkdir(), os.mkfifo(here / "pipe/cifar_fs.npz")
     pack(here / "few", "cifar_fs", (25, 25, 4), (28, 28, 3))
     work_here("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--methods", "maml", "--out", here)
     for name in ("unreadable", "foreign"):
@@ -3340,7 +3362,8 @@ BAD = [  # a command line, and what its sentence says
     bad("run --sequence omniglot,", "'' is neither a folder nor one of omniglot"),
     bad("run --sequence omniglot,omniglot", "two datasets are named omniglot"),
     bad("run --sequence cifar_fs --data none", "none/cifar_fs.npz is not there; make it with: bash run.sh data"),
-    bad("run --sequence cifar_fs --data text", "text/cifar_fs.npz is damaged"),
+    bad("run --sequence cifar_fs --data text", "text/cifar_fs.npz is not there"),
+    bad("run --sequence cifar_fs --data pipe", "pipe/cifar_fs.npz is not there"),
     bad("run --sequence cifar_fs --data half", "half/cifar_fs.npz is damaged"),
     bad("run --sequence cifar_fs --data void", "void/cifar_fs.npz is damaged"),
     bad("run --sequence cifar_fs --data few", "cifar_fs has 4 classes for training or test, too few for --way 5"),
