@@ -165,9 +165,9 @@ EXPERIMENTS = {
                              dict(iterations=(150,))),
     "omniglot": Experiment(  # Table 3: the tasks of one dataset, one after another
         ("omniglot_alphabets",),
-        dict(tasks=40, iterations=(20,), eval_every=20, eval_tasks=20, mc_samples=1),
-        dict(shot=5, channels=1, meta_batch=1, iterations=(50,), eval_every=50, hessian_tasks=1,
-             mc_samples=5), {"bomla": 0.01, "bomvi": 1.0}),
+        dict(tasks=40, iterations=(20,), eval_tasks=20, mc_samples=1),
+        dict(shot=5, channels=1, meta_batch=1, iterations=(50,), hessian_tasks=1, mc_samples=5),
+        {"bomla": 0.01, "bomvi": 1.0}),
     "run": Experiment(()),  # any --sequence
 }
 SCHEDULES = {
