@@ -23,7 +23,8 @@ Problems", ICML 2021, in one module to read from top to bottom with the paper at
     Tables 1 to 3        Config, DATASETS, EXPERIMENTS
 
 The method ends with Run.go. DIFFERS marks what is unlike the paper or the authors' code.
-Run it with `bash run.sh triathlon`, or with `python boml.py triathlon` if data/ is there.
+Run it with `bash run.sh triathlon`, or with `python boml.py triathlon` if data/ is there;
+data_prep.py makes the data before a run, and judges the records after.
 
 Symbols: a task has N classes ("way"), each with K support and Q query images ("shot", "query").
 A meta-batch has M tasks; a stage, the training on one dataset, has J iterations. alpha is the
@@ -107,7 +108,7 @@ class Config:
                             "in the paper (BomLA)", choices=("averages", "products"))
     jacobian_rate: float | None = option(None, "rate in the adaptation's Jacobian, if not alpha; "
                                          "the paper has 1, 0 is no Jacobian (BomLA)")
-    merge_rank: int = option(1, "Kronecker pairs kept per layer; 0 keeps all (BomLA)", 0)
+    merge_rank: int = option(1, "Kronecker pairs kept per layer; 0, the paper: all (BomLA)", 0)
     exact_labels: bool = option(False, "Fisher by all labels, not one draw (BomLA)")
     support_hessian: bool = option(False, "add the support loss's curvature (BomLA)")
     mc_samples: int = option(20, "S, Monte Carlo samples (BomVI)")
@@ -116,7 +117,7 @@ class Config:
     logvar_rate: float = option(0.001, "learning rate of the log-variances (BomVI)")
     kl_weight: float | str = option("authors", "weight of the KL: paper, 1/(N Q); authors, "
                                     "1/48000; or a number (BomVI)")
-    tasks: int = option(230, "tasks in the Omniglot sequence")
+    tasks: int = option(230, "tasks in the Omniglot sequence; the paper has 254")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -148,7 +149,8 @@ DATASETS = {
 }
 DATASETS |= {s.stand_in: s._replace(stand_in="", rotate=False) for s in DATASETS.values()}
 OWN = Setting(0.1, 5, 10, (0.5,))  # for a folder of one's own images
-PER_DATASET = ("iterations", "inner_rate", "inner_steps", "eval_steps")  # options by dataset
+PER_DATASET = dict(iterations="J", inner_rate="alpha", inner_steps="k in meta-training",
+                   eval_steps="k in meta-evaluation")  # options by dataset
 
 
 class Experiment(NamedTuple):
@@ -171,9 +173,9 @@ EXPERIMENTS = {
     "run": Experiment(()),  # any --sequence
 }
 SCHEDULES = {
-    "paper": dict(iterations=(5000,)),
+    "paper": {},
     # Fewer tasks, query images and samples.
-    "long": dict(iterations=(5000,), query=5, meta_batch=4, hessian_tasks=1000, mc_samples=1),
+    "long": dict(query=5, meta_batch=4, hessian_tasks=1000, mc_samples=1),
     # And fewer iterations.
     "cpu": dict(iterations=(300,), query=5, meta_batch=4, eval_every=450, hessian_tasks=100,
                 mc_samples=1, logvar_rate=0.005),
@@ -474,7 +476,7 @@ def network(p: Params, x: Tensor, apply=layer, second_order=False) -> Tensor:
     """
     T, layout = len(x), torch.contiguous_format if second_order else torch.channels_last
     x = x.transpose(0, 1).flatten(1, 2).contiguous(memory_format=layout)  # (B, T*C, 28, 28)
-    folds = apply is layer
+    folds = apply is layer  # neither watched nor noisy
     apply = functools.partial(layer, second_order=True) if second_order else apply
     for i in range(1, 5):
         if i == 1 and folds:
@@ -667,37 +669,9 @@ def to_matrix(p: Params, name: str) -> Tensor:
     return torch.cat([weight.view(len(weight), -1), p[f"{name}.bias"][:, None]], 1)
 
 
-def patch_gram(x: Tensor, T: int) -> Tensor:
-    """patches(x) patches(x)' by 25 autocorrelations instead of 81 products: K-FAC is 1.7x as fast.
-
-    Entry (c, i, j), (c', i', j') sums x[c, p] x[c', p + d] over the locations p that cell (i, j) of
-    the patch visits: it depends on d = (i' - i, j' - j) alone, but for the border. Cell 0 never
-    visits the last row, nor cell 2 the first, which matters where i' = i. Columns likewise.
-    """
-    C = x.shape[1] // T
-    cell = torch.arange(3, device=x.device)
-    shift = cell[None] - cell[:, None] + 2  # (i, i') -> d + 2
-
-    def correlate(x, height, width):  # (T, C, C', height, width): x with itself, shifted
-        shape, padding = (T * C, C, height, width), (height // 2, width // 2)
-        sums = torch.nn.grad.conv2d_weight(x, shape, x, padding=padding, groups=T)
-        return sums.unflatten(0, (T, C))
-
-    A = correlate(x, 5, 5)[:, :, :, shift[:, None, :, None], shift[None, :, None, :]]
-    edges = ((0, slice(-1, None)), (2, slice(0, 1)))
-    for i, row in edges:  # A is (T, C, C', i, j, i', j')
-        A[:, :, :, i, :, i, :] -= correlate(x[:, :, row], 1, 5)[:, :, :, 0, shift]
-        A[:, :, :, :, i, :, i] -= correlate(x[..., row], 5, 1)[:, :, :, shift, 0]
-        for j, column in edges:  # the corners were taken off twice
-            A[:, :, :, i, j, i, j] += correlate(x[:, :, row, column], 1, 1)[:, :, :, 0, 0]
-    return A.permute(0, 1, 3, 4, 2, 5, 6).reshape(T, 9 * C, 9 * C)
-
-
 def input_factor(name: str, x: Tensor, T: int) -> Tensor:
     """A (T, P, P): the input's outer products, summed over locations, mean over images."""
     if name.startswith("conv"):
-        if x[:, 0].numel() > 4 * 9 * x.shape[1] // T:  # where it is faster: B*H*W > 4 * 9C
-            return patch_gram(x, T) / len(x)
         u = patches(x, T)
         return u @ u.mT / len(x)
     x = torch.cat([x, torch.ones_like(x[..., :1])], -1)  # (T, B, features + 1)
@@ -886,7 +860,7 @@ class Laplace(Posterior):
 
 
 def noisy_layer(variance: Params, noise: Tensor):
-    """A `layer` with parameters N(p, variance), each (T, ...). Its noise is the next of (T, n)."""
+    """A `layer` with parameters N(p, variance), each (T, ...). It uses up the noise (T, n)."""
     T, used = len(noise), 0
 
     def normal(h: Tensor) -> Tensor:
@@ -1018,8 +992,8 @@ class Variational(Posterior):
 
 
 # ------------------------------------------------------------------------------------------ Methods
-# The source of a stage's i-th meta-batch: from the datasets that have arrived, a list of (dataset,
-# indices of images (T, N, K+Q)).
+# A source gives the i-th meta-batch of a stage, from the datasets that have arrived, as a list of
+# (dataset, indices of images (T, N, K+Q)).
 
 
 def from_newest(arrived: list[Dataset], i: int, cfg: Config, seed: int):
@@ -1151,10 +1125,14 @@ class Run:
         self.progress = progress  # takes the fraction done; returns True to stop
         self.method, self.learned = METHODS[job.method], [facts_of(d) for d in sequence]
         who = dict(method=job.method, variant=job.variant, seed=job.seed,
-                   experiment=facts["experiment"])
+                   experiment=facts["experiment"], start_from=facts["start_from"])
         # facts are in every row of the record; settings must stay the same in a resumed run
         self.facts = facts | who | dict(datasets=[d.name for d in judges], stages=len(sequence))
         self.settings = who | dataclasses.asdict(job.cfg)
+        settings = [d.setting for d in sequence]
+        first = [0 if self.method.from_scratch else t for t in range(len(settings))]
+        self.iterations = [sum(s.iterations for s in settings[f : t + 1])
+                           for t, f in enumerate(first)]  # J of each stage
         self.theta = self.initial(0)
         self.posterior = self.method.posterior(job.cfg, self.theta)
         self.stage, self.iteration, self.rows, self.clock = 0, 0, [], time.time()
@@ -1162,15 +1140,10 @@ class Run:
     def initial(self, stage):
         return init_params(self.cfg, stream("cpu", self.job.seed, "init", stage), self.device)
 
-    def iterations(self, t):
-        """J of stage t."""
-        stages = self.sequence[0 if self.method.from_scratch else t : t + 1]
-        return sum(d.setting.iterations for d in stages)
-
     def go(self) -> bool:
         """Algorithms 1 and 2; False if asked to stop before the end."""
         for t in range(self.stage, len(self.sequence)):  # line 3: a dataset arrives
-            data, J, seed = self.sequence[t], self.iterations(t), self.job.seed
+            data, J, seed = self.sequence[t], self.iterations[t], self.job.seed
             if self.iteration == 0:
                 if self.method.from_scratch and t > 0:
                     self.theta = self.initial(t)
@@ -1182,7 +1155,7 @@ class Run:
                 noise = functools.partial(stream, self.device, seed, "noise", t, i)
                 loss = meta_step(self.theta, self.posterior, self.optimiser, batch, self.cfg, noise)
                 self.iteration = i + 1
-                if self.pause(J, loss):
+                if self.after_iteration(J, loss):
                     return False
             rng = stream(self.device, seed, "absorb", t)
             self.posterior.absorb(self.theta, data, rng)  # lines 12 to 16
@@ -1190,11 +1163,10 @@ class Run:
             self.save()
         return True
 
-    def pause(self, J, loss) -> bool:
-        """Between iterations: evaluate and save if it is time to; True to stop."""
+    def after_iteration(self, J, loss) -> bool:
+        """Evaluate and save if it is time to; True to stop."""
         data, i, t = self.sequence[self.stage], self.iteration, self.stage
-        costs = [self.iterations(n) * (1 + d.setting.inner_steps)
-                 for n, d in enumerate(self.sequence)]
+        costs = [n * (1 + d.setting.inner_steps) for n, d in zip(self.iterations, self.sequence)]
         stop = self.progress((sum(costs[:t]) + costs[t] * i / J) / sum(costs))
         due = i % self.cfg.eval_every == 0 or i in (data.setting.iterations, J)
         if due or stop or i % CHECKPOINT_EVERY == 0:
@@ -1250,12 +1222,11 @@ class Run:
         state of another run."""
         if first:  # before anything is deleted
             self.begin_at(first)
-            self.settings["start_from"] = first["folder"]
-        files = [*self.out.glob("checkpoint*"), *self.out.glob("record*")] if RANK == 0 else []
+        files = [*self.out.glob("checkpoint.*"), *self.out.glob("record.*")] if RANK == 0 else []
         for path in files:
             if fresh or path.suffix == ".tmp":
                 path.unlink()
-        newest = self.out / "checkpoint.pt"
+        latest = self.out / "checkpoint.pt"
         for path, state in checkpoints(self.out, self.device):
             self.compare(state)
             try:
@@ -1263,8 +1234,8 @@ class Run:
             except (Problem, KeyError, TypeError, ValueError, RuntimeError) as error:
                 say_damaged(path, error)
                 continue
-            if RANK == 0 and path != newest and newest.exists():  # not to be kept as "before"
-                os.replace(newest, self.out / "checkpoint.damaged")
+            if RANK == 0 and path != latest and latest.exists():  # not to be kept as "before"
+                os.replace(latest, self.out / "checkpoint.damaged")
             return self.write_record()
         left = [path.name for path in files if path.exists()]
         need(not left, f"{self.out} holds results ({', '.join(left)}) but no readable checkpoint; "
@@ -1273,10 +1244,8 @@ class Run:
     def compare(self, state):
         """Refuse to go on from a run that this one does not continue."""
         old, new = state["settings"], self.settings
-        if "start_from" in old:  # as it began, unless the command says otherwise
-            new.setdefault("start_from", old["start_from"])
-        differ = [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in old | new
-                  if old.get(k) != new.get(k)]
+        differ = [f"{k} was {old.get(k, '')!r}, is {new.get(k, '')!r}" for k in old | new
+                  if old.get(k, "") != new.get(k, "")]
         need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); use its "
              "settings, or another --out.")
         before, now = state["learned"], self.learned
@@ -1333,8 +1302,9 @@ def replacing(path: Path, keep: Path | None = None):
             os.replace(path, keep)
         os.replace(new, path)
     except (OSError, RuntimeError) as error:  # the latter is torch's, on a full disk
+        raise OSError(f"{path} cannot be written ({brief(error)}); nothing was replaced.")
+    finally:
         new.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written ({brief(error)}); the old one is kept.")
 
 
 @contextlib.contextmanager
@@ -1363,24 +1333,32 @@ def read_records(folder, settings=None):
             for r in rows:
                 need(0 <= r["accuracy"] <= 1 and 0 < r["iteration"] <= r["iterations"]
                      and 0 < r["stage"] <= r["stages"] and r["evaluated"] in r["datasets"]
-                     and r["newest"] and r["way"] and r["revision"] and METHODS[r["method"]]
-                     and label_of(r["variant"]) and r["seed"] >= 0, "a value")
-            found[path] = rows[0]["settings"], rows
+                     and r["newest"] and r["way"] and r["revision"] and r["seed"] >= 0
+                     and r["method"] == r["variant"].partition("@")[0]
+                     and path.parent.name == f"{r['variant']}-{r['seed']}", "a value")
+            if rows:
+                found[path] = rows
         except Exception as error:
             print(f"left out: {path} ({brief(error)} is wrong in it)")
-    counts = Counter(of for of, _ in found.values())
+    counts = Counter(rows[0]["settings"] for rows in found.values())
     settings = settings or max(counts, key=counts.get, default=None)
-    for path, (of, rows) in found.items():
-        if of == settings:
-            runs[order.index(rows[0]["method"]), rows[0]["variant"], rows[0]["seed"]] = rows
+    for path, rows in found.items():
+        if rows[0]["settings"] == settings:
+            runs[rows[0]["variant"], rows[0]["seed"]] = rows
         else:
             print(f"left out: {path} (its settings are others)")
-    return {(variant, seed): runs[m, variant, seed] for m, variant, seed in sorted(runs)}
+
+    def place(key):  # a method of one's own comes last
+        method = key[0].partition("@")[0]
+        return order.index(method) if method in order else len(order), key
+
+    return {key: runs[key] for key in sorted(runs, key=place)}
 
 
 def label_of(variant):
     method, _, weight = variant.partition("@")
-    return METHODS[method].label + (f", lambda = {weight}" if weight else "")
+    label = METHODS[method].label if method in METHODS else method
+    return label + (f", lambda = {weight}" if weight else "")
 
 
 def stage_ends(rows):
@@ -1465,15 +1443,16 @@ def options():
     add("generated", "generated datasets stand in for missing ones", action="store_true")
     add("fresh", "delete the results of these runs and start over", action="store_true")
     add("start_from", "folder of a run whose parameters and posterior to begin with", type=Path)
-    for name in PER_DATASET:
+    for name, text in PER_DATASET.items():
         kind = float if name == "inner_rate" else int
-        add(name, "one for all datasets, or one for each", type=several(kind))
+        add(name, f"{text}; one for all datasets, or one for each", type=several(kind))
     special = dict(past_weight=several(float), kl_weight=weight, jacobian_rate=float)
     for field in dataclasses.fields(Config):
         how = dict(type=special.get(field.name, field.type), choices=field.metadata["choices"])
         if field.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)
-        add(field.name, f"{field.metadata['help']} (default: {field.default})", **how)
+        text = f"{field.metadata['help']} (default: {field.default}, or the schedule's)"
+        add(field.name, text, **how)
     return parser
 
 
@@ -1488,7 +1467,8 @@ def parse(argv):
     args.device = args.device or ("cuda" if gpu else "cpu")
     need(gpu or args.device == "cpu", "CUDA is not available on this machine; use --device cpu.")
     args.schedule = args.schedule or ("paper" if args.device == "cuda" else "cpu")
-    short = experiment.cpu if args.schedule == "cpu" and not args.sequence else {}
+    fits = not args.sequence or len(experiment.cpu.get("iterations", ())) == 1
+    short = experiment.cpu if args.schedule == "cpu" and fits else {}
     values = SCHEDULES[args.schedule] | experiment.every | short
     names = {f.name for f in dataclasses.fields(Config)} | set(PER_DATASET)
     values |= {name: value for name, value in vars(args).items()
@@ -1533,10 +1513,12 @@ def jobs(args, experiment):
 
 def shared_facts(args, sequence):
     """What all records of a table share; their settings as a hash."""
-    settings = repr((args.cfg, [facts_of(d) for d in sequence])).encode()
+    start = [str(args.start_from.resolve())] if args.start_from else []
+    settings = repr((args.cfg, [facts_of(d) for d in sequence], *start)).encode()
     kinds = " and ".join(sorted({d.kind for d in sequence}, reverse=True))
     return dict(experiment=args.command, schedule=args.schedule, data=kinds, way=args.cfg.way,
-                settings=hashlib.md5(settings).hexdigest()[:8], revision=revision())
+                settings=hashlib.md5(settings).hexdigest()[:8], revision=revision(),
+                start_from="".join(start))
 
 
 def revision():
@@ -1573,19 +1555,22 @@ def load_sequence(args, job, device="cpu"):
 
 
 def starting_point(args, job):
-    """The state that --start-from names, if any."""
-    if not (folder := args.start_from):
+    """The state that --start-from names, if the run has yet to begin."""
+    folder, own = args.start_from, args.out / args.command / job.name
+    if not folder or folder.resolve() != own.resolve() and not args.fresh and any(checkpoints(own)):
         return None
+    need(not METHODS[job.method].from_scratch, f"--start-from is not for {job.method}, whose stages "
+         "start from scratch; leave one out.")
     _, state = next(checkpoints(folder, args.device), (None, {"settings": {}}))
     wanted = dataclasses.asdict(job.cfg) | {"method": job.method}
     usable = all(state["settings"].get(key) == wanted[key]
                  for key in ("method", "way", "channels", "filters"))
-    need(usable and folder.resolve() != (args.out / args.command / job.name).resolve(),
+    need(usable and folder.resolve() != own.resolve(),
          f"--start-from {folder} is not the folder of another run of {job.method} with --way "
          f"{job.cfg.way}, --channels {job.cfg.channels} and --filters {job.cfg.filters}; name one.")
     need(state["iteration"] == 0, f"--start-from {folder} has a run in the midst of a dataset; let "
          "it come to the end.")
-    return state | {"folder": str(folder.resolve())}
+    return state
 
 
 def work(args, job, progress) -> bool:
@@ -1609,14 +1594,16 @@ def child(args, job, slot):
     torch.set_num_threads(1)  # two runs of one thread beat one of two
     if args.device == "cuda":
         torch.cuda.set_device(slot % torch.cuda.device_count())
-    asked, start, said = [], time.time(), time.time() - 50
+    asked, begun, said = [], None, time.time() - 50
     signal.signal(signal.SIGTERM, lambda *_: asked.append("to stop"))
 
     def progress(done):
-        nonlocal said
-        if time.time() > said + 60:  # a line every minute
+        nonlocal begun, said
+        begun = begun or (time.time(), done)  # a resumed run does not begin at 0
+        if time.time() > said + 60 and done > begun[1]:  # a line every minute
             said = time.time()
-            end = time.strftime("%a %H:%M", time.localtime(start + (said - start) / done))
+            left = (said - begun[0]) * (1 - done) / (done - begun[1])
+            end = time.strftime("%a %H:%M", time.localtime(said + left))
             print(f"{job.name}: {done:.0%}, ends {end}", file=sys.stderr, flush=True)
         return bool(asked) or not multiprocessing.parent_process().is_alive()
 
@@ -1646,6 +1633,7 @@ def side_by_side(args, show):
                     failed.append(name)
                     print(f"boml: {name} has failed ({process.exitcode}).", file=sys.stderr)
                 if process.exitcode == DISK_FAILED:
+                    failed += [job.name for job in waiting]
                     waiting.clear()
                 show()
     finally:  # also after a signal
@@ -1656,18 +1644,14 @@ def side_by_side(args, show):
     return failed
 
 
-def main(argv):
-    args = parse(argv)
-    cfg, folder = args.cfg, args.out / args.command
-    if TORCHRUN:
-        curved = cfg.hessian_tasks if "bomla" in args.methods else cfg.eval_tasks
-        start_ranks(args.device, min(cfg.eval_tasks, curved))
-    sequence = load_sequence(args, args.todo[0])
+def announce(args):
+    """Check the data and --start-from, say what will run, and return what all records share."""
+    cfg, sequence = args.cfg, load_sequence(args, args.todo[0])
     for job in args.todo:
         starting_point(args, job)
     facts = shared_facts(args, sequence)
     print(f"{heading(facts)}, on {args.device}: {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries "
-          f"per class, meta-batches of {cfg.meta_batch}; results in {folder}")
+          f"per class, meta-batches of {cfg.meta_batch}; results in {args.out / args.command}")
     for d in sequence:
         s, what = d.setting, "its images are gone"
         if d.images is not None:
@@ -1675,6 +1659,16 @@ def main(argv):
             what = f"{classes} classes, {len(d.images):,} images"
         print(f"  {d.name} ({d.kind}): {what}; {s.iterations} iterations, alpha {s.inner_rate:g}, "
               f"k {s.inner_steps} ({s.eval_steps} to evaluate)", flush=True)
+    return facts
+
+
+def main(argv):
+    args = parse(argv)
+    cfg, folder = args.cfg, args.out / args.command
+    if TORCHRUN:
+        curved = cfg.hessian_tasks if "bomla" in args.methods else cfg.eval_tasks
+        start_ranks(args.device, min(cfg.eval_tasks, curved))
+    facts = announce(args)
 
     def show():
         if RANK == 0 and (runs := read_records(folder, facts["settings"])):

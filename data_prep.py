@@ -65,7 +65,7 @@ COUNTS = {  # classes for training, validation and test
     "generated_blossoms": (66, 16, 20), "generated_aeroplanes": (64, 16, 20),
     "generated_alphabets": (200, 70, 70),
 }
-SPLITS = {  # the authors' classes for validation and for test; all others are for training
+HELD_OUT = {  # the authors' classes for validation and for test; all others are for training
     "mini_quickdraw": (
         "The Great Wall of China, airplane, ant, barn, belt, bucket, butterfly, camouflage, "
         "compass, cooler, cruise ship, door, drums, elephant, face, flower, foot, fork, "
@@ -541,7 +541,7 @@ DRAW = {
 def held_out(name: str) -> tuple[set[str], set[str]]:
     """The classes of a dataset for validation and for test, by name."""
     if name != "omniglot":
-        return tuple(set(part.split(", ")) for part in SPLITS[name])
+        return tuple(set(part.split(", ")) for part in HELD_OUT[name])
     parts = set(), set()
     for line in OMNIGLOT.split("; "):
         alphabet, numbers = line.split(": ")
@@ -753,9 +753,11 @@ def curves(runs, variant, name):
     """A variant's lines in a panel, of (time in stages, mean, standard deviation): one, or from
     scratch one per stage."""
     lines = defaultdict(lambda: defaultdict(list))
-    for r in (r for (v, _), rows in runs.items() if v == variant for r in rows):
+    rows = [r for (v, _), rows in runs.items() if v == variant for r in rows]
+    from_scratch = [method for method, m in boml.METHODS.items() if m.from_scratch]
+    for r in rows:
         if r["evaluated"] == name:
-            line = lines[r["stage"] if boml.METHODS[r["method"]].from_scratch else 0]
+            line = lines[r["stage"] if r["method"] in from_scratch else 0]
             line[r["stage"] - 1 + r["iteration"] / r["iterations"]].append(r["accuracy"])
     return [[(t, np.mean(a), np.std(a)) for t, a in sorted(line.items())]
             for _, line in sorted(lines.items())]
@@ -767,10 +769,9 @@ def report(folder: Path) -> str:
     if not runs:
         return f"{folder} holds no evaluation yet"
     first, text = next(iter(runs.values()))[0], boml.table(runs)
-    claims = CLAIMS if first["stages"] == len(first["datasets"]) else TASK_CLAIMS
-    claims = "" if first["experiment"] == "run" else claims
-    for name, content in (("report.md", f"{text}\n{verdicts(runs, claims)}\n"),
-                          ("accuracy.svg", figure(runs))):
+    claims = {"omniglot": TASK_CLAIMS, "run": ""}.get(first["experiment"], CLAIMS)
+    judged = f"\n{verdicts(runs, claims)}\n" if claims else ""
+    for name, content in (("report.md", text + judged), ("accuracy.svg", figure(runs))):
         with boml.replacing(folder / name) as file:
             file.write(content.encode(errors="backslashreplace"))
     return text
@@ -802,15 +803,17 @@ def classify(argv: list[str]):
         need(path and path.is_dir(), f"classify needs --{name}, a folder; it is {path}.")
     result = Path("predictions.csv")
     need(not result.exists(), f"{result} is here already; move it away.")
-    path, state = next(boml.checkpoints(args.source), (None, None))
+    _, state = next(boml.checkpoints(args.source), (None, None))
     need(state, f"{args.source} has no checkpoint that can be read.")
-    settings, learned = state["settings"], state["learned"][-1]
+    settings, ended = state["settings"], state["iteration"] == 0
+    learned = state["learned"][state["stage"] - ended]  # the dataset it was last trained on
     need(settings["method"] in boml.METHODS, f"{args.source} is a run of an unknown method.")
     cfg = boml.Config(**{f.name: settings[f.name] for f in dataclasses.fields(boml.Config)
                          if f.name in settings})
     alpha = learned["inner_rate"] if args.inner_rate is None else args.inner_rate
     k = learned["eval_steps"] if args.eval_steps is None else args.eval_steps
-    boml.check("inner_rate", alpha, 0), boml.check("eval_steps", k, 1)
+    boml.check("inner_rate", alpha, 0)
+    boml.check("eval_steps", k, 1)
     x_s, y_s, classes = boml.read_classes(args.labelled, cfg.channels)
     n, files, x_q = len(classes), [], []
     need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "

@@ -3,8 +3,10 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=$here/.venv/bin/python
 
-if [ $# -eq 0 ]; then
-  cat <<'TXT'
+case ${1-} in
+  triathlon | pentathlon | omniglot | run | test | classify | report | data | bench | approximation) ;;
+  *)
+    cat <<'TXT'
 bash run.sh triathlon      Omniglot, miniQuickDraw, CIFAR-FS: the main experiment; also pentathlon,
                            omniglot, or run --sequence A,B,...; options: bash run.sh triathlon --help
 bash run.sh test           run the tests
@@ -14,8 +16,10 @@ bash run.sh data           prepare the datasets; --raw DIR takes archives from a
 bash run.sh bench          measure boml.py against plain versions of the same work
 bash run.sh approximation  measure BomLA's curvature against the exact one
 TXT
-  exit
-fi
+    case ${1-help} in help | -h | --help) exit 0 ;; esac
+    echo "run.sh: '$1' is none of these." >&2
+    exit 2 ;;
+esac
 
 # The pinned packages are listed once, at the top of boml.py, and installed once.
 packages=$(sed -n 's|^#   "\(.*\)",$|\1|p' "$here/boml.py")
@@ -32,8 +36,6 @@ case $1 in
   bench | approximation) exec "$python" "$here/test_boml.py" "$@" ;;
   data) exec "$python" "$here/data_prep.py" "${@:2}" ;;
   report | classify) exec "$python" "$here/data_prep.py" "$@" ;;
-  triathlon | pentathlon | omniglot | run)
-    "$python" "$here/data_prep.py" for "$@"
-    exec "$python" "$here/boml.py" "$@" --generated ;;
 esac
-exec "$python" "$here/boml.py" "$@"
+"$python" "$here/data_prep.py" for "$@"
+exec "$python" "$here/boml.py" "$@" --generated

@@ -242,15 +242,6 @@ def test_curvature_equals_plain_loop(seed, tasks, steps, channels):
             assert_close(f / e.abs().max(), e / e.abs().max(), rtol=1e-7, atol=1e-9)
 
 
-@given(seeds, st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(3, 6), st.integers(3, 6))
-def test_gram_matrix_of_patches(seed, tasks, batch, channels, height, width):
-    """The Gram matrix by autocorrelations is that of the patches themselves, borders and corners included."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, tasks * channels, height, width, generator=g, dtype=torch.double)
-    u = boml.patches(x, tasks)
-    assert_close(boml.patch_gram(x, tasks), u @ u.mT, atol=1e-10)
-
-
 @given(seeds, st.integers(1, 2), st.integers(1, 2))
 def test_variational_gradient_equals_plain_one(seed, tasks, steps):
     """A sample after the other gives the objective and gradient of all samples at once, noise being the same."""
@@ -1414,7 +1405,8 @@ def spied_run(method, tmp_path, monkeypatch, seed=0, cfg=None, iterations=(4, 10
     monkeypatch.setattr(boml, "meta_step", step)
     monkeypatch.setattr(kind, "absorb", absorb)
     job = boml.Job(method, method, seed, cfg)
-    facts = dict(experiment="triathlon", schedule="cpu", data="real", way=cfg.way, settings="", revision="")
+    facts = dict(experiment="triathlon", schedule="cpu", data="real", way=cfg.way, settings="", revision="",
+                 start_from="")
     run = boml.Run(job, sequence, sequence, facts, tmp_path, lambda share: False)
     run.resume()
     assert run.go()
@@ -1609,6 +1601,15 @@ def test_shorter_schedules_keep_the_rest_of_the_tables(schedule, experiment):
     assert changed <= {"query", "meta_batch", "eval_every", "hessian_tasks", "mc_samples", "logvar_rate"}
     for name, s in args.sequence:
         assert s._replace(iterations=5000) == boml.DATASETS[name] and (schedule == "cpu" or s.iterations == 5000)
+
+
+@pytest.mark.parametrize("command, expected", [
+    ("triathlon --sequence omniglot", (300, 230)), ("pentathlon --sequence omniglot", (150, 230)),
+    ("omniglot --sequence generated_alphabets", (20, 40))])
+def test_cpu_schedule_of_another_sequence(command, expected):
+    """An experiment's short schedule holds for another sequence too, but for iterations that are one for each dataset."""
+    args = boml.parse([*command.split(), "--schedule", "cpu"])
+    assert (args.sequence[0][1].iterations, args.cfg.tasks) == expected
 
 
 def test_defaults():
@@ -1937,7 +1938,7 @@ def test_iterations_of_everything(method, expected, tmp_path):
     """Train-On-Everything trains for the iterations of all stages so far, others for those of the newest dataset."""
     sequence = [toy_data(iterations=n) for n in (3, 4, 2)]
     run = new_run(tmp_path, method, toy_config(), sequence)
-    assert [run.iterations(t) for t in range(3)] == expected
+    assert run.iterations == expected
 
 
 def alphabets(seed, classes=65):
@@ -2067,7 +2068,7 @@ def test_every_method_end_to_end(fake_data, tmp_path, forks, capsys):
         scores = {p + s for p in ("", "sampled_")[: 1 + (method == "bomvi")] for s in ("accuracy", "ci95", "nll")}
         assert all(set(r) == scores | {
             "experiment", "schedule", "data", "way", "settings", "revision", "method", "variant", "seed", "datasets",
-            "stages", "stage", "iteration", "iterations", "newest", "evaluated"} for r in rows)
+            "stages", "stage", "iteration", "iterations", "newest", "evaluated", "start_from"} for r in rows)
     data_prep.main(["report", "--out", str(tmp_path)])
     assert all(m.label in (folder / "report.md").read_text() for m in boml.METHODS.values())
     ElementTree.parse(folder / "accuracy.svg")
@@ -2087,7 +2088,8 @@ def test_run_that_fails_is_named(jobs, fake_data, tmp_path, forks, capfd):
     starts."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "maml-0").write_text("a file where a folder should be")
-    with pytest.raises(boml.Problem, match=r"^maml-0 did not finish, for the reason above\.$"):
+    failed = "maml-0, ftml-0" if jobs == 1 else "maml-0"
+    with pytest.raises(boml.Problem, match=rf"^{failed} did not finish, for the reason above\.$"):
         boml.main([str(a) for a in ("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--jobs", jobs,
                                     "--methods", "maml,ftml", "--out", tmp_path)])
     said = capfd.readouterr().err
@@ -2110,6 +2112,26 @@ def test_refused_run_is_named_at_once(fake_data, tmp_path, forks, capfd, monkeyp
     assert "--fresh with --methods maml" in said and "boml: maml-0 has failed (2)." in said and not started
     assert "| Follow-The-Meta-Leader | 1 |" in capfd.readouterr().out
     assert (tmp_path / "run/maml-0/record.jsonl").read_text() == "5\n"
+
+
+def test_end_is_estimated_from_this_session(monkeypatch, capsys):
+    """A resumed run says when it will end by its pace since it was resumed."""
+    now = [0.0]
+    monkeypatch.setattr(boml.time, "time", lambda: now[0])
+    monkeypatch.setattr(boml.time, "localtime", time.gmtime)
+    monkeypatch.setattr(boml.multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
+    monkeypatch.setattr(boml.signal, "signal", lambda *_: None)
+
+    def work(args, job, progress):
+        for seconds, done in ((0, 0.9), (610, 0.91), (1220, 0.92)):
+            now[0] = seconds
+            assert not progress(done)
+        return True
+
+    monkeypatch.setattr(boml, "work", work)
+    boml.child(SimpleNamespace(device="cpu"), SimpleNamespace(name="maml-0"), 0)
+    # 1 % in 610 seconds, so 10 % in 6100
+    assert capsys.readouterr().err == "maml-0: 91%, ends Thu 01:41\nmaml-0: 92%, ends Thu 01:41\n"
 
 
 def test_generated_data_is_labelled(tmp_path, forks, capsys):
@@ -2141,7 +2163,8 @@ def test_missing_data_is_named(tmp_path):
         boml.main(["run", "--sequence", "aircraft", "--data", str(tmp_path)])
 
 
-FACTS = dict(experiment="triathlon", schedule="cpu", data="real", way=5, settings="12345678", revision="none")
+FACTS = dict(experiment="triathlon", schedule="cpu", data="real", way=5, settings="12345678", revision="none",
+             start_from="")
 TINY = dict(filters=1, way=2, query=1, channels=1, meta_batch=1, eval_tasks=1, hessian_tasks=1, mc_samples=1)
 
 
@@ -2507,6 +2530,22 @@ def test_start_from_keeps_its_source(fake_data, tmp_path):
     assert contents(tmp_path / "run/bomla-0") == before
 
 
+def test_start_from_is_not_for_those_who_start_anew(fake_data, tmp_path):
+    """Train-On-Everything, which would forget the start at its second stage, is refused one."""
+    line = ["run", "--data", fake_data, *SMALL, "--methods", "toe"]
+    work_here(*line, "--sequence", "omniglot", "--out", tmp_path / "one")
+    with pytest.raises(boml.Problem, match="--start-from is not for toe, whose stages start from scratch"):
+        work_here(*line, "--sequence", "mini_quickdraw", "--out", tmp_path / "two", "--start-from",
+                  tmp_path / "one/run/toe-0")
+
+
+def test_runs_that_start_elsewhere_are_apart():
+    """A run that starts from another is not in one table with those that start afresh."""
+    facts = [boml.shared_facts(boml.parse(["triathlon", *more]), [])["settings"]
+             for more in ((), ("--start-from", "a"), ("--start-from", "b"))]
+    assert len(set(facts)) == 3
+
+
 def test_start_from_an_unfinished_stage_is_refused(fake_data, tmp_path):
     """No run starts from one that was stopped within a stage, whose posterior lags behind its parameters."""
     line = ["run", "--data", fake_data, *SMALL, "--methods", "bomla"]
@@ -2524,9 +2563,10 @@ def test_started_run_goes_on_without_its_source(fake_data, tmp_path):
     for out in "ab":
         work_here("run", "--sequence", "omniglot", *line, tmp_path / out)
     line += [tmp_path / "c"]
-    work_here("run", "--sequence", "mini_quickdraw", *line, "--start-from", tmp_path / "a/run/bomla-0")
+    start = ["--start-from", tmp_path / "a/run/bomla-0"]
+    work_here("run", "--sequence", "mini_quickdraw", *line, *start)
     shutil.rmtree(tmp_path / "a")
-    work_here("run", "--sequence", "mini_quickdraw,cifar_fs", *line)
+    work_here("run", "--sequence", "mini_quickdraw,cifar_fs", *line, *start)
     before = contents(tmp_path / "c/run/bomla-0")
     assert state_of(tmp_path / "c/run/bomla-0")["settings"]["start_from"] == str(tmp_path / "a/run/bomla-0")
     with pytest.raises(boml.Problem, match=r"start_from was '\S+/a/run/bomla-0', is '\S+/b/run/bomla-0'"):
@@ -2579,6 +2619,19 @@ def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_pa
     assert_close(np.array([[float(v) for v in row[2:]] for row in rows[1:]]), expected.detach(), rtol=0, atol=2e-4)
 
 
+def test_classify_takes_the_dataset_it_was_trained_on(fake_data, tmp_path, monkeypatch, capsys):
+    """The network of a run that was stopped adapts as its newest dataset does, not as one that is still to come."""
+    line = ["run", "--sequence", "omniglot,cifar_fs", "--data", fake_data, *SMALL, "--methods", "maml", "--out", tmp_path]
+    own_folder(tmp_path / "labelled", 2, 1)
+    monkeypatch.chdir(tmp_path)
+    for share, expected in ((0.1, "alpha 0.4"), (0.6, "alpha 0.1")):
+        args = boml.parse([str(a) for a in line])
+        assert not boml.work(args, args.todo[0], lambda done: done > share)
+        data_prep.main("classify --from run/maml-0 --labelled labelled --images labelled".split())
+        assert expected in capsys.readouterr().out
+        (tmp_path / "predictions.csv").unlink()
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError(
     "[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")], ids=["of Python", "of torch"])
 def test_write_that_fails_leaves_the_last_checkpoint(error, tmp_path, monkeypatch):
@@ -2595,11 +2648,20 @@ def test_write_that_fails_leaves_the_last_checkpoint(error, tmp_path, monkeypatc
         real_save(state, file)
 
     monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(OSError, match=r"checkpoint\.pt cannot be written \(.*(No space|pos 64).*\); .* is kept\."):
+    with pytest.raises(OSError, match=r"checkpoint\.pt cannot be written \(.*(No space|pos 64).*\); nothing was replaced\."):
         toy_run(tmp_path / "full", "ftml", cfg)
     assert not list(tmp_path.glob("full/*.tmp"))
     toy_run(tmp_path / "full", "ftml", cfg)
     assert_same_run(tmp_path / "full", tmp_path / "whole")
+
+
+def test_interrupted_write_leaves_nothing(tmp_path):
+    """Ctrl-C in the midst of a file leaves the old one and nothing else."""
+    (tmp_path / "a.npz").write_text("old")
+    with pytest.raises(KeyboardInterrupt), boml.replacing(tmp_path / "a.npz") as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["a.npz"] and (tmp_path / "a.npz").read_text() == "old"
 
 
 def test_second_process_is_refused(fake_data, tmp_path):
@@ -2851,7 +2913,7 @@ def test_stage_to_come_is_left_open(tmp_path):
     assert "| Sequential MAML | 0 of 1 | 80.0 -> not evaluated | not evaluated |" in text and "| BomLA | 1 | 80.0 -> 60.0 | 50.0 |" in text
 
 
-def test_run_without_evaluation_disturbs_no_other(tmp_path):
+def test_run_without_evaluation_disturbs_no_other(tmp_path, capsys):
     """A run that has a checkpoint but no evaluation yet takes nothing from the report of the others."""
     put(tmp_path, made_up("bomla", 0, TWO), made_up("maml", 0, TWO))
     for name in ("bomvi-0", "a-0"):
@@ -2859,6 +2921,7 @@ def test_run_without_evaluation_disturbs_no_other(tmp_path):
         (tmp_path / name / "record.jsonl").touch()
     text = data_prep.report(tmp_path)
     assert all(f"| {label} | 1 | 80.0 -> 60.0 | 50.0 |" in text for label in ("BomLA", "Sequential MAML"))
+    assert not capsys.readouterr().out  # nothing is wrong with it
 
 
 def test_folder_without_evaluation_is_reported(tmp_path):
@@ -2993,7 +3056,6 @@ FOREIGN = {
     "cut off": json.dumps(made_up("bomla", 0, TWO)[0]).encode()[:-20],
     "accuracy 9.95": made_up("bomla", 0, TWO, accuracy=9.95),
     "accuracy nan": made_up("bomla", 0, TWO, accuracy=math.nan),
-    "unknown variant": made_up("reptile", 0, TWO),
     "unknown method": made_up("bomla", 0, TWO, method="reptile"),
     "no stage": [{k: v for k, v in row.items() if k != "stage"} for row in made_up("bomla", 0, TWO)],
     "seed of letters": made_up("maml", "zero", TWO),
@@ -3005,14 +3067,32 @@ FOREIGN = {
 def test_foreign_record_is_left_out(how, tmp_path, capsys):
     """A record that cannot be one of this table is named and left out, and the others are reported."""
     put(tmp_path, made_up("maml", 0, TWO), made_up("toe", 0, TWO))
-    path = tmp_path / "odd-0" / "record.jsonl"
-    path.parent.mkdir()
     rows = FOREIGN[how]
+    odd = rows[0] if isinstance(rows, list) else dict(variant="bomla", seed=0)
+    path = tmp_path / f"{odd['variant']}-{odd['seed']}" / "record.jsonl"
+    path.parent.mkdir()
     path.write_bytes(rows if isinstance(rows, bytes) else "".join(json.dumps(row) + "\n" for row in rows).encode())
     text, said = data_prep.report(tmp_path), capsys.readouterr().out
     assert said.count("left out") == 1 and f"left out: {path} (" in said
     table = [line for line in text.split("\n") if line.startswith("|")][2:]
     assert table == [f"| {label} | 1 | 80.0 -> 60.0 | 50.0 |" for label in ("Sequential MAML", "Train-On-Everything")]
+
+
+def test_copy_of_a_record_is_left_out(tmp_path, capsys):
+    """A record in a folder of another name, such as a backup, does not replace the run's own."""
+    put(tmp_path, made_up("maml", 0, TWO))
+    (tmp_path / "maml-0.old").mkdir()
+    copy = made_up("maml", 0, [[0.1, 0.1], [0.1, 0.1]])
+    (tmp_path / "maml-0.old/record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in copy))
+    assert "| Sequential MAML | 1 | 80.0 -> 60.0 | 50.0 |" in data_prep.report(tmp_path)
+    assert re.fullmatch(r"left out: \S+/maml-0\.old/record\.jsonl \(.*\)\n", capsys.readouterr().out)
+
+
+def test_method_of_ones_own_is_reported(tmp_path):
+    """The records of a method that only its author's script knows are reported under its name, after the others."""
+    put(tmp_path, made_up("diagonal", 0, TWO), made_up("diagonal@7", 0, TWO), made_up("maml", 0, TWO))
+    labels = re.findall(r"^\| (.*?) \| 1 \|", data_prep.report(tmp_path), re.M)
+    assert labels == ["Sequential MAML", "diagonal", "diagonal, lambda = 7"]
 
 
 def test_records_of_other_settings_are_left_out(tmp_path, capsys):
@@ -4065,7 +4145,7 @@ def test_packed_file_need_not_be_sorted(labels, tmp_path):
 
 
 def unstarted_run(out):
-    facts = dict(experiment="run", schedule="cpu", data="real", way=5, settings="", revision="")
+    facts = dict(experiment="run", schedule="cpu", data="real", way=5, settings="", revision="", start_from="")
     job = boml.Job("maml", "maml", 0, toy_config(channels=1))
     return boml.Run(job, [toy_data()], [toy_data()], facts, out, lambda share: False)
 
