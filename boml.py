@@ -1559,8 +1559,8 @@ def starting_point(args, job):
     folder, own = args.start_from, args.out / args.command / job.name
     if not folder or folder.resolve() != own.resolve() and not args.fresh and any(checkpoints(own)):
         return None
-    need(not METHODS[job.method].from_scratch, f"--start-from is not for {job.method}, whose stages "
-         "start from scratch; leave one out.")
+    need(not METHODS[job.method].from_scratch, f"--start-from is not for {job.method}, whose "
+         "stages start from scratch; leave one out.")
     _, state = next(checkpoints(folder, args.device), (None, {"settings": {}}))
     wanted = dataclasses.asdict(job.cfg) | {"method": job.method}
     usable = all(state["settings"].get(key) == wanted[key]
