@@ -1129,10 +1129,8 @@ class Run:
         # facts are in every row of the record; settings must stay the same in a resumed run
         self.facts = facts | who | dict(datasets=[d.name for d in judges], stages=len(sequence))
         self.settings = who | dataclasses.asdict(job.cfg)
-        settings = [d.setting for d in sequence]
-        first = [0 if self.method.from_scratch else t for t in range(len(settings))]
-        self.iterations = [sum(s.iterations for s in settings[f : t + 1])
-                           for t, f in enumerate(first)]  # J of each stage
+        J = [d.setting.iterations for d in sequence]  # of each stage
+        self.iterations = list(itertools.accumulate(J)) if self.method.from_scratch else J
         self.theta = self.initial(0)
         self.posterior = self.method.posterior(job.cfg, self.theta)
         self.stage, self.iteration, self.rows, self.clock = 0, 0, [], time.time()

@@ -3039,7 +3039,7 @@ def test_sequence_of_ones_own_has_no_claims(tmp_path):
     data_prep.report(tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "| BomLA | 3 | 80.0 -> 60.0 ± 0.0 | 50.0 ± 0.0 |" in text
-    assert not re.search("holds|fails|inconclusive", text)
+    assert not re.search("claim|verdict|holds|fails|inconclusive", text)
 
 
 @pytest.mark.parametrize("experiment", ["run", "triathlon", "omniglot"])
@@ -3048,6 +3048,8 @@ def test_one_dataset_is_reported(experiment, tmp_path):
     put(tmp_path, made_up("maml", 0, [[0.7]], experiment=experiment))
     text = data_prep.report(tmp_path)
     assert "| Sequential MAML | 1 | 70.0 |" in text and (tmp_path / "accuracy.svg").exists()
+    claims = {"run": "", "triathlon": data_prep.CLAIMS, "omniglot": data_prep.TASK_CLAIMS}[experiment]
+    assert (tmp_path / "report.md").read_text().count("| inconclusive |") == len(claims.strip().splitlines())
 
 
 FOREIGN = {
