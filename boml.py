@@ -23,8 +23,8 @@ Problems", ICML 2021, in one module to read from top to bottom with the paper at
     Tables 1 to 3        Config, DATASETS, EXPERIMENTS
 
 The method ends with Run.go. DIFFERS marks what is unlike the paper or the authors' code.
-Run it with `bash run.sh triathlon`, or with `python boml.py triathlon` if data/ is there;
-data_prep.py makes the data before a run, and judges the records after.
+`bash run.sh triathlon` prepares the data, starts this file and reports, all by data_prep.py;
+`python boml.py triathlon` does it alone if data/ is there.
 
 Symbols: a task has N classes ("way"), each with K support and Q query images ("shot", "query").
 A meta-batch has M tasks; a stage, the training on one dataset, has J iterations. alpha is the
@@ -44,8 +44,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning: 15x slower on s
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
 
 import argparse, contextlib, dataclasses, fcntl, functools, hashlib, io, itertools, json, math
-import multiprocessing.connection, subprocess, sys, time, zipfile
-from collections import Counter, defaultdict
+import subprocess, sys, time, zipfile
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -53,7 +53,6 @@ from typing import Callable, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
@@ -183,10 +182,10 @@ SCHEDULES = {
 
 # --------------------------------------------------------------------------------------------- Data
 # data_prep.py packs or draws data/<name>.npz: images (n, 28, 28[, 3]) uint8, labels (n,); of each
-# class its name, `classes`, and "train", "val" or "test", `split`; origin: "real" or "generated".
+# class its name, `classes`, and "train", "val" or "test", `split`; origin: "real", "generated" or
+# "own", if it was a folder of one's own images.
 
 SPLITS = ("train", "val", "test")
-Image.MAX_IMAGE_PIXELS = None  # read_image has its own limit
 
 
 class Dataset(NamedTuple):
@@ -204,15 +203,14 @@ class Dataset(NamedTuple):
 def read_npz(path: Path) -> list:
     """images, labels, classes, split and origin of a packed dataset."""
     make = f"make it with: bash run.sh data {path.stem} --data {path.parent}"
-    need(path.is_file(), f"{path} is not there; {make}, or use --generated.")
+    need(path.is_file(), f"{path} is not there; {make}.")
     try:
         with np.load(path, allow_pickle=False) as z:
             arrays = [z[key] for key in ("images", "labels", "classes", "split", "origin")]
         images, labels, classes, split, origin = arrays
         need(images.dtype == np.uint8 and images.shape[1:] in ((28, 28), (28, 28, 3))
              and labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
-             and classes.ndim == split.ndim == origin.ndim == 1 <= len(origin)
-             and len(set(classes.tolist())) == len(classes) == len(split) > 0
+             and classes.shape == split.shape == (len(set(classes.tolist())),) and len(origin)
              and np.array_equal(np.unique(labels), np.arange(len(classes)))
              and set(split.tolist()) <= set(SPLITS), "its arrays do not fit together")
         return arrays
@@ -220,75 +218,23 @@ def read_npz(path: Path) -> list:
         raise Problem(f"{path} is damaged ({brief(error)}); delete it and {make}.")
 
 
-def read_image(path: Path, folder: Path, channels: int) -> np.ndarray:
-    """A picture as 28x28 bytes, upright by its EXIF tag, transparent parts white."""
-    inside = path.is_file() and path.resolve().is_relative_to(folder.resolve())
-    need(inside, f"{path} is not a regular file inside {folder}; remove it.")
-    try:
-        with Image.open(path) as image:
-            need(image.width * image.height <= 1 << 26, "it has more than 67 million pixels")
-            need(image.mode[0] not in "IF", "it has more than 8 bits per channel")
-            image = ImageOps.exif_transpose(image).convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            image = image.convert("L" if channels == 1 else "RGB")
-            return np.asarray(image.resize((28, 28), Image.BILINEAR))
-    except Exception as error:  # and so does Pillow
-        raise Problem(f"{path} cannot be used as an image ({brief(error)}); remove or replace it.")
-
-
-def read_classes(path: Path, channels: int):
-    """The pictures path/<class>/<picture> as images, labels and class names."""
-    classes = sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != ".")
-    images, labels, skipped = [], [], Counter()
-    for c, name in enumerate(classes):
-        for file in sorted((path / name).iterdir()):
-            if file.suffix.lower() in Image.registered_extensions():
-                images.append(read_image(file, path, channels))
-                labels.append(c)
-            else:
-                skipped[file.suffix or file.name] += 1
-        need(c in labels, f"{path / name} holds no images that Pillow can read; add some.")
-    for kind, count in skipped.items():
-        print(f"{path}: {kind}: {count} file(s) skipped, Pillow cannot read them")
-    return np.array(images), np.array(labels), classes
-
-
-def read_folder(path: Path, cfg: Config) -> list:
-    """One's own pictures as the arrays of read_npz: a fifth of the classes, at least N, are for
-    test, up to a sixth for validation, chosen by their names alone."""
-    images, labels, classes = read_classes(path, cfg.channels)
-    n, test = len(classes), max(len(classes) // 5, cfg.way)
-    need(n >= 2 * cfg.way, f"{path} has {n} class folders; --way {cfg.way} needs {2 * cfg.way}; "
-         f"add some, or use --way {max(n // 2, 2)}.")
-    val = min(n // 6, n - test - cfg.way)
-    order = np.argsort([hashlib.md5(os.fsencode(name)).hexdigest() for name in classes])
-    split = np.empty(n, "U5")
-    split[order] = np.repeat(SPLITS, (n - test - val, val, test))
-    return [images, labels, np.array(classes), split, ["own"]]
-
-
-def load_dataset(name: str, setting: Setting, folder: Path, cfg: Config, device="cpu") -> Dataset:
-    """data/<name>.npz, or one's own folder of class folders."""
-    packed = name in DATASETS
-    sentence = f"{name!r} is neither a folder nor one of {', '.join(DATASETS)}."
-    need(packed or name and Path(name).is_dir(), sentence)
-    arrays = read_npz(folder / f"{name}.npz") if packed else read_folder(Path(name), cfg)
-    images, labels, classes, split, (kind, *_) = arrays
+def load_dataset(path: Path, setting: Setting, device="cpu") -> Dataset:
+    arrays = read_npz(path)
+    images, labels, classes, split, kind = arrays
     checksum = hashlib.md5(b"".join(a.tobytes() for a in arrays[:4])).hexdigest()[:8]
+    if setting.rotate:
+        images = np.concatenate([np.rot90(images, r, (1, 2)) for r in range(4)])
+        labels = np.concatenate([labels + r * len(classes) for r in range(4)])
+        classes = [f"{c} turned {90 * r}" for r in range(4) for c in classes]
+        split = np.tile(split, 4)
     count = np.bincount(labels)
     rows = np.full((len(classes), count.max()), -1)
     rows[np.arange(count.max()) < count[:, None]] = np.argsort(labels, kind="stable")  # by class
     images = images.reshape(len(images), 28, 28, -1).transpose(0, 3, 1, 2)
-    splits = {s: np.flatnonzero(split == s) for s in SPLITS}
-    if setting.rotate:
-        rows = np.vstack([np.where(rows < 0, -1, rows + r * len(images)) for r in range(4)])
-        splits = {s: np.hstack([c + r * len(classes) for r in range(4)]) for s, c in splits.items()}
-        images = np.vstack([np.rot90(images, r, (2, 3)) for r in range(4)])
-        classes = [f"{c} turned {90 * r}" for r in range(4) for c in classes]
-    splits = {s: torch.from_numpy(c).to(device) for s, c in splits.items()}
-    images, rows = (torch.from_numpy(a).to(device) for a in (images, rows))
-    name = Path(name).resolve().name
-    return Dataset(name, str(kind), list(classes), setting, images, rows, splits, checksum)
+    arrays = images, rows, *(np.flatnonzero(split == s) for s in SPLITS)
+    images, rows, *splits = (torch.from_numpy(a).to(device) for a in arrays)
+    splits = dict(zip(SPLITS, splits))
+    return Dataset(path.stem, str(kind[0]), list(classes), setting, images, rows, splits, checksum)
 
 
 def check_dataset(data: Dataset, cfg: Config):
@@ -555,12 +501,14 @@ _env = os.environ if TORCHRUN else dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
 RANK, RANKS, LOCAL_RANK = (int(_env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
 
-def start_ranks(device, fewest):
-    """Join the other processes; each needs a task of the `fewest` that are dealt out at a time."""
+def start_ranks(args):
+    """Join the other processes; each must have a task of every evaluation and curvature."""
+    cfg = args.job.cfg
+    fewest = min(cfg.eval_tasks, cfg.hessian_tasks if args.method == "bomla" else math.inf)
     need(RANKS <= fewest, f"{RANKS} processes are too many for {fewest} tasks of an evaluation or "
          "a curvature; start fewer.")
     backend, gpu = "gloo", None
-    if device == "cuda":
+    if args.device == "cuda":
         gpus = torch.cuda.device_count()
         need(LOCAL_RANK < gpus, f"torchrun starts more processes than the {gpus} GPUs here.")
         torch.cuda.set_device(LOCAL_RANK)
@@ -1211,7 +1159,8 @@ class Run:
 
     def begin_at(self, state):
         shapes = [{n: v.shape for n, v in p.items()} for p in (self.theta, state["theta"])]
-        need(shapes[0] == shapes[1], "its network is of another size")
+        need(shapes[0] == shapes[1], f"{self.job.name} cannot begin with a network of another size; "
+             "use its --way, --channels and --filters.")
         self.theta = state["theta"]
         self.posterior.load(state["posterior"])
 
@@ -1224,14 +1173,10 @@ class Run:
         for path in files:
             if fresh or path.suffix == ".tmp":
                 path.unlink()
-        latest = self.out / "checkpoint.pt"
         for path, state in checkpoints(self.out, self.device):
             self.compare(state)
-            try:
-                self.load(state)
-            except (Problem, KeyError, TypeError, ValueError, RuntimeError) as error:
-                say_damaged(path, error)
-                continue
+            self.load(state)
+            latest = self.out / "checkpoint.pt"
             if RANK == 0 and path != latest and latest.exists():  # not to be kept as "before"
                 os.replace(latest, self.out / "checkpoint.damaged")
             return self.write_record()
@@ -1241,31 +1186,24 @@ class Run:
 
     def compare(self, state):
         """Refuse to go on from a run that this one does not continue."""
-        old, new = state["settings"], self.settings
-        differ = [f"{k} was {old.get(k, '')!r}, is {new.get(k, '')!r}" for k in old | new
-                  if old.get(k, "") != new.get(k, "")]
-        need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); use its "
-             "settings, or another --out.")
-        before, now = state["learned"], self.learned
-        differ = [f"{a['name']}: {k} was {a[k]}, is {b[k]}" for a, b in zip(before, now) for k in a
-                  if a["name"] == b["name"] and a[k] != b[k]]
-        why = f" ({'; '.join(differ)}; learned data may be gone, not changed)" if differ else ""
-        names = [",".join(facts["name"] for facts in some) for some in (before, now)]
-        need(now[: len(before)] == before, f"{self.out} holds a run of {names[0]}, which {names[1]}"
-             f" does not continue{why}; use another --out.")
-        was = state["rows"][-1]["revision"] if state["rows"] else self.facts["revision"]
-        if was != self.facts["revision"]:
-            print(f"{self.job.name}: the program has changed since {was}; going on.")
+        old, new = (",".join(d["name"] for d in some) for some in (state["learned"], self.learned))
+        need(f"{new},".startswith(f"{old},"), f"{self.out} holds a run of {old}, which {new} does "
+             "not continue; use another --out.")
+        pairs = [("", state["settings"], self.settings)]
+        pairs += [(f"{b['name']}'s ", a, b) for a, b in zip(state["learned"], self.learned)]
+        differ = [f"{of}{key} was {was[key]!r}, is {now.get(key)!r}" for of, was, now in pairs
+                  for key in was if was[key] != now.get(key)]
+        need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); go back "
+             "to them, or use another --out.")
+        revision = state["rows"][-1]["revision"] if state["rows"] else self.facts["revision"]
+        if revision != self.facts["revision"]:
+            print(f"{self.job.name}: the program has changed since {revision}; going on.")
 
 
 def facts_of(data: Dataset) -> dict:
     """What identifies a dataset and its training."""
     options = {name: getattr(data.setting, name) for name in PER_DATASET}
     return dict(name=data.name, kind=data.kind, checksum=data.checksum, **options)
-
-
-def say_damaged(path, error):
-    print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
 
 
 def checkpoints(folder: Path, device="cpu"):
@@ -1278,13 +1216,13 @@ def checkpoints(folder: Path, device="cpu"):
                 with zipfile.ZipFile(io.BytesIO(content)) as archive:  # torch checks no checksums
                     need(not archive.testzip(), "a checksum in it is wrong")
                 state = torch.load(io.BytesIO(content), weights_only=True, map_location=device)
-                kinds = dict(settings=dict, theta=dict, posterior=dict, optimiser=dict,
-                             learned=list, rows=list, stage=int, iteration=int)
+                kinds = dict(settings=dict, learned=list, stage=int, iteration=int, rows=list,
+                             seconds=float, theta=dict, posterior=dict, optimiser=dict)
                 is_run = all(isinstance(state[key], kind) for key, kind in kinds.items())
                 need(is_run, "it is not of a run")
                 yield path, state
         except Exception as error:  # torch raises almost anything on bad bytes
-            say_damaged(path, error)
+            print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -1317,92 +1255,8 @@ def lock(folder: Path):
         yield
 
 
-# -------------------------------------------------------------------------------------------- Table
-# Made from the records on disk alone, as are data_prep.py's verdicts and figure.
-
-
-def read_records(folder, settings=None):
-    """The rows of each record in the folder by (variant, seed); of these settings, else of the most
-    frequent ones."""
-    found, runs, order = {}, {}, list(METHODS)
-    for path in sorted(folder.glob("*/record.jsonl")):
-        try:
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            for r in rows:
-                need(0 <= r["accuracy"] <= 1 and 0 < r["iteration"] <= r["iterations"]
-                     and 0 < r["stage"] <= r["stages"] and r["evaluated"] in r["datasets"]
-                     and r["newest"] and r["way"] and r["revision"] and r["seed"] >= 0
-                     and r["method"] == r["variant"].partition("@")[0]
-                     and path.parent.name == f"{r['variant']}-{r['seed']}", "a value")
-            if rows:
-                found[path] = rows
-        except Exception as error:
-            print(f"left out: {path} ({brief(error)} is wrong in it)")
-    counts = Counter(rows[0]["settings"] for rows in found.values())
-    settings = settings or max(counts, key=counts.get, default=None)
-    for path, rows in found.items():
-        if rows[0]["settings"] == settings:
-            runs[rows[0]["variant"], rows[0]["seed"]] = rows
-        else:
-            print(f"left out: {path} (its settings are others)")
-
-    def place(key):  # a method of one's own comes last
-        method = key[0].partition("@")[0]
-        return order.index(method) if method in order else len(order), key
-
-    return {key: runs[key] for key in sorted(runs, key=place)}
-
-
-def label_of(variant):
-    method, _, weight = variant.partition("@")
-    label = METHODS[method].label if method in METHODS else method
-    return label + (f", lambda = {weight}" if weight else "")
-
-
-def stage_ends(rows):
-    """A run's accuracies in % at the ends of its stages, by (stage, dataset)."""
-    return {(r["stage"], r["evaluated"]): 100 * r["accuracy"] for r in rows
-            if r["iteration"] == r["iterations"]}
-
-
-def half_width(values):
-    """Half of the mean's 95 % interval (Student's t); infinite for fewer than three values."""
-    t = {3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31}.get(len(values), 2.26)
-    return t * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 2 else math.inf
-
-
-def quarters(stages):
-    return sorted({max(1, stages * q // 4) for q in (1, 2, 3, 4)})
-
-
-def heading(row):
-    return f"{row['experiment']}, {row['data']} data, {row['schedule']} schedule"
-
-
-def table(runs):
-    """Accuracy after a dataset's own stage -> after the last; or at quarters of a task sequence."""
-    first = next(iter(runs.values()))[0]
-    names, stages = first["datasets"], first["stages"]
-    columns = {n: [(t, n), (stages, n)][t == stages :] for t, n in enumerate(names, 1)}
-    if stages != len(names):
-        columns = {f"after task {t}": [(t, names[0])] for t in quarters(stages)}
-    lines = [f"{heading(first)}: accuracy in %, 95 % intervals over seeds\n",
-             f"| method | seeds | {' | '.join(columns)} |", "|-" * (2 + len(columns)) + "|"]
-    for variant in dict.fromkeys(variant for variant, _ in runs):
-        seeds, cells = [stage_ends(rows) for (v, _), rows in runs.items() if v == variant], []
-        for points in columns.values():
-            values = [[ends[p] for ends in seeds if p in ends] for p in points]
-            cell = " -> ".join(f"{np.mean(v):.1f}" if v else "not evaluated" for v in values)
-            half = half_width(values[-1])
-            cells.append(cell + (f" ± {half:.1f}" if math.isfinite(half) else ""))
-        done = f"{len(values[-1])} of " if len(values[-1]) < len(seeds) else ""
-        lines.append(f"| {label_of(variant)} | {done}{len(seeds)} | {' | '.join(cells)} |")
-    revisions = sorted({row["revision"] for rows in runs.values() for row in rows})
-    lines += [f"\nRuns of several revisions: {', '.join(revisions)}."] if revisions[1:] else []
-    return "\n".join(lines) + "\n"
-
-
 # ------------------------------------------------------------------------------------- Command line
+# One run. `bash run.sh` starts several, one for each method, seed and lambda, side by side.
 
 
 class Parser(argparse.ArgumentParser):
@@ -1428,23 +1282,20 @@ def options():
     def add(name, text, **how):
         parser.add_argument(flag(name), help=text, **how)
 
-    words = several(str)
     parser.add_argument("command", choices=EXPERIMENTS)
-    add("sequence", "datasets or folders of class folders", type=words)
-    add("methods", f"of {','.join(METHODS)} (default: all)", type=words, default=tuple(METHODS))
-    add("seeds", "default: 0", type=several(int), default=(0,))
+    add("method", "default: %(default)s", choices=METHODS, default="bomla")
+    add("seed", "default: %(default)s", type=int, default=0)
+    add("sequence", "datasets in order, names or .npz files, comma-separated", type=several(str))
     add("schedule", "default: paper with a GPU, else cpu", choices=SCHEDULES)
     add("data", "folder of <name>.npz (default: %(default)s)", type=Path, default=HERE / "data")
     add("out", "folder of results (default: %(default)s)", type=Path, default=HERE / "runs")
     add("device", "default: cuda if there is one", choices=("cpu", "cuda"))
-    add("jobs", "runs side by side (default: one per core, or per GPU)", type=int)
-    add("generated", "generated datasets stand in for missing ones", action="store_true")
-    add("fresh", "delete the results of these runs and start over", action="store_true")
+    add("fresh", "delete the results of this run and start over", action="store_true")
     add("start_from", "folder of a run whose parameters and posterior to begin with", type=Path)
     for name, text in PER_DATASET.items():
         kind = float if name == "inner_rate" else int
         add(name, f"{text}; one for all datasets, or one for each", type=several(kind))
-    special = dict(past_weight=several(float), kl_weight=weight, jacobian_rate=float)
+    special = dict(kl_weight=weight, jacobian_rate=float)
     for field in dataclasses.fields(Config):
         how = dict(type=special.get(field.name, field.type), choices=field.metadata["choices"])
         if field.type is bool:
@@ -1455,66 +1306,88 @@ def options():
 
 
 def parse(argv):
-    """The command line, checked; with its Config as `cfg`, (name, Setting) of each dataset as
-    `sequence`, and its runs as `todo`."""
+    """The command line, checked; with (name, Setting) of each dataset as `sequence`, and its run as
+    `job`."""
     args = options().parse_args(argv)
-    for name in PER_DATASET:
-        for value in vars(args)[name] or ():
-            check(name, value, 0 if name == "inner_rate" else 1)
+    check("seed", args.seed, 0)
     experiment, gpu = EXPERIMENTS[args.command], torch.cuda.is_available()
     args.device = args.device or ("cuda" if gpu else "cpu")
     need(gpu or args.device == "cpu", "CUDA is not available on this machine; use --device cpu.")
     args.schedule = args.schedule or ("paper" if args.device == "cuda" else "cpu")
-    fits = not args.sequence or len(experiment.cpu.get("iterations", ())) == 1
-    short = experiment.cpu if args.schedule == "cpu" and fits else {}
-    values = SCHEDULES[args.schedule] | experiment.every | short
-    names = {f.name for f in dataclasses.fields(Config)} | set(PER_DATASET)
-    values |= {name: value for name, value in vars(args).items()
-               if name in names - {"past_weight"} and value is not None}
     datasets = args.sequence or experiment.sequence
     need(datasets, "run needs --sequence: datasets in order, separated by commas.")
     need(args.command != "omniglot" or len(datasets) == 1, "omniglot takes one dataset; name one.")
-    args.sequence = []
-    for name in datasets:
-        if args.generated and name in DATASETS and not (args.data / f"{name}.npz").exists():
-            name = DATASETS[name].stand_in or name
-        args.sequence.append((name, DATASETS.get(name, OWN)))
+    values = SCHEDULES[args.schedule] | experiment.every
+    if args.schedule == "cpu" and len(experiment.cpu.get("iterations", ())) in (1, len(datasets)):
+        values |= experiment.cpu
+    usual = experiment.past_weight.get(args.method, Config.past_weight)
+    values |= {"past_weight": usual} | {key: value for key, value in vars(args).items()
+               if value is not None and (key in PER_DATASET or hasattr(Config, key))}
+    settings = [DATASETS.get(Path(name).stem, OWN) for name in datasets]
     for key in PER_DATASET:
-        if given := values.pop(key, None):
-            need(len(given) in (1, len(datasets)), f"{flag(key)} has {len(given)} values for "
-                 f"{len(datasets)} datasets; give one for all, or one for each.")
-            args.sequence = [(name, setting._replace(**{key: value})) for (name, setting), value
-                             in zip(args.sequence, given * len(datasets))]
-    check("jobs", 1 if args.jobs is None else args.jobs, 1)
-    args.cfg = Config(**values)
-    args.todo = jobs(args, experiment)
+        given = values.pop(key, [getattr(setting, key) for setting in settings])
+        need(len(given) in (1, len(datasets)), f"{flag(key)} has {len(given)} values for "
+             f"{len(datasets)} datasets; give one for all, or one for each.")
+        for j, value in enumerate(given if len(given) > 1 else given * len(datasets)):
+            check(key, value, 0 if key == "inner_rate" else 1)
+            settings[j] = settings[j]._replace(**{key: value})
+    args.sequence, cfg = list(zip(datasets, settings)), Config(**values)
+    own_lambda = "" if cfg.past_weight == usual else f"@{cfg.past_weight:g}"
+    args.job = Job(args.method, args.method + own_lambda, args.seed, cfg)
+    need(not args.start_from or not METHODS[args.method].from_scratch, f"--start-from is not for "
+         f"{args.method}, whose stages start from scratch; leave one out.")
     return args
 
 
-def jobs(args, experiment):
-    """One for each seed, method and lambda."""
-    todo, cfg = [], args.cfg
-    for method in args.methods:
-        need(method in METHODS, f"--methods: {method!r} is not one of {', '.join(METHODS)}.")
-    weighed = [m for m in args.methods if METHODS[m].posterior is not Posterior]
-    need(weighed or not args.past_weight, "--past-weight is for bomla and bomvi; add one.")
-    for seed, method in itertools.product(args.seeds, args.methods):
-        check("seeds", seed, 0)
-        usual = experiment.past_weight.get(method, cfg.past_weight)
-        for value in args.past_weight if args.past_weight and method in weighed else (usual,):
-            variant = method if value == usual else f"{method}@{value:g}"
-            todo.append(Job(method, variant, seed, dataclasses.replace(cfg, past_weight=value)))
-    need(len({job.name for job in todo}) == len(todo),
-         "--methods, --seeds or --past-weight repeats one; give each once.")
-    return todo
+def learned(args) -> dict[str, dict]:
+    """What identifies the datasets that the run has learned, by their names."""
+    _, state = next(checkpoints(args.out / args.command / args.job.name), (None, None))
+    facts = state["learned"][: state["stage"]] if state and not args.fresh else []
+    return {each["name"]: each for each in facts}
+
+
+def load_sequence(args, device="cpu"):
+    """The datasets of a run; of those that it has learned, the images may be gone."""
+    job, sequence, known = args.job, [], learned(args)
+    for name, setting in args.sequence:
+        path = Path(name) if name.endswith(".npz") else args.data / f"{name}.npz"
+        if path.stem in known and not path.exists():
+            facts = known[path.stem]
+            setting = setting._replace(**{field: facts[field] for field in PER_DATASET})
+            data = Dataset(path.stem, facts["kind"], [], setting, None, None, {}, facts["checksum"])
+            need(METHODS[job.method].source is from_newest, f"{job.method} trains on all datasets, "
+                 f"and {data.name} is gone; leave {job.method} out.")
+        else:
+            need(name in DATASETS or path.exists(), f"{name!r} is none of {', '.join(DATASETS)}, "
+                 "nor a folder; name one.")
+            data = load_dataset(path, setting, device)
+            check_dataset(data, job.cfg)
+        need(data.name not in [d.name for d in sequence], f"two datasets are named {data.name}; "
+             "leave out or rename one.")
+        sequence.append(data)
+    return sequence
+
+
+def starting_point(args):
+    """The state that --start-from names, unless the run has begun already."""
+    folder, own = args.start_from, args.out / args.command / args.job.name
+    another = folder and folder.resolve() != own.resolve()
+    if not folder or another and not args.fresh and any(checkpoints(own)):
+        return None
+    _, state = next(checkpoints(folder, args.device), (None, None))
+    need(another and state and state["settings"].get("method") == args.method
+         and state["iteration"] == 0, f"--start-from {folder} is not the folder of another run of "
+         f"{args.method} that has come to the end of a dataset; name one.")
+    return state
 
 
 def shared_facts(args, sequence):
     """What all records of a table share; their settings as a hash."""
     start = [str(args.start_from.resolve())] if args.start_from else []
-    settings = repr((args.cfg, [facts_of(d) for d in sequence], *start)).encode()
+    cfg = dataclasses.replace(args.job.cfg, past_weight=Config.past_weight)
+    settings = repr((cfg, [facts_of(d) for d in sequence], *start)).encode()
     kinds = " and ".join(sorted({d.kind for d in sequence}, reverse=True))
-    return dict(experiment=args.command, schedule=args.schedule, data=kinds, way=args.cfg.way,
+    return dict(experiment=args.command, schedule=args.schedule, data=kinds, way=cfg.way,
                 settings=hashlib.md5(settings).hexdigest()[:8], revision=revision(),
                 start_from="".join(start))
 
@@ -1527,165 +1400,63 @@ def revision():
     return "unknown"
 
 
-def load_sequence(args, job, device="cpu"):
-    """The datasets of a job; of those that it has learned, the images may be gone."""
-    _, state = next(checkpoints(args.out / args.command / job.name), (None, None))
-    learned = state["learned"][: state["stage"]] if state and not args.fresh else []
-    sequence, gone = [], []
-    for j, (name, setting) in enumerate(args.sequence):
-        path = args.data / f"{name}.npz" if name in DATASETS else Path(name)
-        facts = learned[j] if j < len(learned) else {"name": None}
-        there = path.is_file() or any(path.glob("*/*"))
-        if facts["name"] == Path(name).resolve().name and not there:
-            setting = setting._replace(**{field: facts[field] for field in PER_DATASET})
-            data = Dataset(facts["name"], facts["kind"], [], setting, None, None, {},
-                           facts["checksum"])
-            gone.append(data.name)
-        else:
-            data = load_dataset(name, setting, args.data, job.cfg, device)
-            check_dataset(data, job.cfg)
-        need(data.name not in [d.name for d in sequence], f"two datasets are named {data.name}; "
-             "leave out or rename one.")
-        sequence.append(data)
-    need(not gone or METHODS[job.method].source is from_newest, f"{job.method} trains on all "
-         f"datasets, and {', '.join(gone)} is gone; leave {job.method} out.")
-    return sequence
+def reporter(name):
+    """A progress callback: a line every minute; True once a signal has asked to stop."""
+    asked, begun, said = [], None, time.time() - 50
+
+    def stop(number, _):
+        asked.append(number)
+        signal.signal(number, signal.default_int_handler)  # the second time, at once
+
+    def progress(done):
+        nonlocal begun, said
+        now = time.time()
+        begun = begun or (now, done)  # a resumed run does not begin at 0
+        if now > said + 60 and done > begun[1]:
+            said, left = now, (now - begun[0]) * (1 - done) / (done - begun[1])
+            end = time.strftime("%a %H:%M", time.localtime(now + left))
+            print(f"{name}: {done:.0%}, ends {end}", file=sys.stderr, flush=True)
+        return bool(asked)
+
+    for number in () if TORCHRUN else (signal.SIGINT, signal.SIGTERM):  # ranks stop as one
+        signal.signal(number, stop)
+    return progress
 
 
-def starting_point(args, job):
-    """The state that --start-from names, if the run has yet to begin."""
-    folder, own = args.start_from, args.out / args.command / job.name
-    if not folder or folder.resolve() != own.resolve() and not args.fresh and any(checkpoints(own)):
-        return None
-    need(not METHODS[job.method].from_scratch, f"--start-from is not for {job.method}, whose "
-         "stages start from scratch; leave one out.")
-    _, state = next(checkpoints(folder, args.device), (None, {"settings": {}}))
-    wanted = dataclasses.asdict(job.cfg) | {"method": job.method}
-    usable = all(state["settings"].get(key) == wanted[key]
-                 for key in ("method", "way", "channels", "filters"))
-    need(usable and folder.resolve() != own.resolve(),
-         f"--start-from {folder} is not the folder of another run of {job.method} with --way "
-         f"{job.cfg.way}, --channels {job.cfg.channels} and --filters {job.cfg.filters}; name one.")
-    need(state["iteration"] == 0, f"--start-from {folder} has a run in the midst of a dataset; let "
-         "it come to the end.")
-    return state
-
-
-def work(args, job, progress) -> bool:
-    """One run; False if it was stopped."""
-    sequence = judges = load_sequence(args, job, args.device)
-    facts, out = shared_facts(args, sequence), args.out / args.command / job.name
+def work(args, progress) -> bool:
+    """The run; False if it was stopped."""
+    sequence = judges = load_sequence(args, args.device)
+    facts, out, job = shared_facts(args, sequence), args.out / args.command / args.job.name, args.job
     if args.command == "omniglot":
         sequence, *judges = task_sequence(sequence[0], job.cfg, job.seed)
     run = Run(job, sequence, judges, facts, out, progress, args.device)
     with lock(out) if RANK == 0 else contextlib.nullcontext():
-        run.resume(args.fresh, starting_point(args, job))
-        return run.go()
-
-
-DISK_FAILED = 3  # exit status; the disk may be full, so no other run starts
-
-
-def child(args, job, slot):
-    """A run in a process of its own. SIGTERM stops it after its iteration, with a checkpoint; only
-    the parent hears Ctrl-C."""
-    torch.set_num_threads(1)  # two runs of one thread beat one of two
-    if args.device == "cuda":
-        torch.cuda.set_device(slot % torch.cuda.device_count())
-    asked, begun, said = [], None, time.time() - 50
-    signal.signal(signal.SIGTERM, lambda *_: asked.append("to stop"))
-
-    def progress(done):
-        nonlocal begun, said
-        begun = begun or (time.time(), done)  # a resumed run does not begin at 0
-        if time.time() > said + 60 and done > begun[1]:  # a line every minute
-            said = time.time()
-            left = (said - begun[0]) * (1 - done) / (done - begun[1])
-            end = time.strftime("%a %H:%M", time.localtime(said + left))
-            print(f"{job.name}: {done:.0%}, ends {end}", file=sys.stderr, flush=True)
-        return bool(asked) or not multiprocessing.parent_process().is_alive()
-
-    if not one_sentence(work, args, job, progress):
-        sys.exit(130)  # stopped
-
-
-def side_by_side(args, show):
-    """Every run in its own process, --jobs at a time; returns the names of those that failed."""
-    context, running, failed = multiprocessing.get_context("spawn"), {}, []
-    slots = args.jobs or (torch.cuda.device_count() if args.device == "cuda" else os.cpu_count())
-    waiting, free = list(args.todo), list(range(slots))
-    try:
-        while waiting or running:
-            while waiting and free:
-                job, slot = waiting.pop(0), free.pop(0)
-                process = context.Process(target=child, args=(args, job, slot))
-                heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the process
-                process.start()
-                running[process] = job.name, slot
-                signal.signal(signal.SIGINT, heard)
-            multiprocessing.connection.wait([process.sentinel for process in running])
-            for process in [p for p in running if not p.is_alive()]:
-                name, slot = running.pop(process)
-                free.append(slot)
-                if process.exitcode:
-                    failed.append(name)
-                    print(f"boml: {name} has failed ({process.exitcode}).", file=sys.stderr)
-                if process.exitcode == DISK_FAILED:
-                    failed += [job.name for job in waiting]
-                    waiting.clear()
-                show()
-    finally:  # also after a signal
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.join()
-    return failed
-
-
-def announce(args):
-    """Check the data and --start-from, say what will run, and return what all records share."""
-    cfg, sequence = args.cfg, load_sequence(args, args.todo[0])
-    for job in args.todo:
-        starting_point(args, job)
-    facts = shared_facts(args, sequence)
-    print(f"{heading(facts)}, on {args.device}: {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries "
-          f"per class, meta-batches of {cfg.meta_batch}; results in {args.out / args.command}")
-    for d in sequence:
-        s, what = d.setting, "its images are gone"
-        if d.images is not None:
-            classes = "/".join(str(len(d.splits[split])) for split in SPLITS)
-            what = f"{classes} classes, {len(d.images):,} images"
-        print(f"  {d.name} ({d.kind}): {what}; {s.iterations} iterations, alpha {s.inner_rate:g}, "
-              f"k {s.inner_steps} ({s.eval_steps} to evaluate)", flush=True)
-    return facts
+        run.resume(args.fresh, starting_point(args))
+        ended = run.go()
+    print(f"{job.name}: {facts['data']} data, {args.schedule} schedule; {out}/record.jsonl")
+    for judge in judges:
+        ends = [f"{100 * row['accuracy']:.1f}" for row in run.rows
+                if row["evaluated"] == judge.name and row["iteration"] == row["iterations"]]
+        print(f"  % right on {judge.name} at the end of each stage: {' '.join(ends)}", flush=True)
+    return ended
 
 
 def main(argv):
     args = parse(argv)
-    cfg, folder = args.cfg, args.out / args.command
     if TORCHRUN:
-        curved = cfg.hessian_tasks if "bomla" in args.methods else cfg.eval_tasks
-        start_ranks(args.device, min(cfg.eval_tasks, curved))
-    facts = announce(args)
-
-    def show():
-        if RANK == 0 and (runs := read_records(folder, facts["settings"])):
-            print(f"\n{table(runs)}", flush=True)
-
+        start_ranks(args)
+    if not work(args, reporter(args.job.name)):
+        raise KeyboardInterrupt
     if TORCHRUN:
-        for job in args.todo:
-            work(args, job, lambda done: False)
-        show()
         torch.distributed.barrier()
-        sys.stdout.flush()
         os._exit(0)  # skips Python's clean-up, where torch sometimes aborts
-    folder.mkdir(parents=True, exist_ok=True)  # fails before any run starts
-    failed = side_by_side(args, show)
-    need(not failed, f"{', '.join(failed)} did not finish, for the reason above.")
+
+
+DISK_FAILED = 3  # exit status
 
 
 def one_sentence(function, *args):
-    """A mistake of the user or the machine ends in one sentence and status 2."""
+    """A mistake of the user or the machine ends in one sentence and status 2 or 3."""
     for output in (sys.stdout, sys.stderr):
         output.reconfigure(errors="backslashreplace")  # names the terminal cannot show
     try:
@@ -1696,8 +1467,7 @@ def one_sentence(function, *args):
         if isinstance(problem, (MemoryError, RuntimeError)):
             problem = f"not enough memory ({brief(problem)}); lower --meta-batch or --eval-tasks."
         print(f"boml: {problem}", file=sys.stderr)
-        in_child = isinstance(problem, OSError) and multiprocessing.parent_process()
-        sys.exit(DISK_FAILED if in_child else 2)
+        sys.exit(DISK_FAILED if isinstance(problem, OSError) else 2)
     except KeyboardInterrupt:
         print("\nboml: stopped; the same command goes on from here.", file=sys.stderr)
         sys.exit(130)

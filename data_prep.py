@@ -1,12 +1,14 @@
-"""What comes before a run, and after it.
+"""What comes before a run, around it, and after it.
 
-Before: make data/<name>.npz, from the official archives or drawn by this program.
+Before: make data/<name>.npz, from the official archives, drawn by this program, or from a folder.
 
     python data_prep.py                    download what can be had, pack it, print what is there
     python data_prep.py --raw DIR          take the archives from a folder instead
     python data_prep.py omniglot cifar_fs  only these
-    python data_prep.py for triathlon ...  what `boml.py triathlon ...` needs: each dataset of its
-                                           sequence, or the generated one that stands in for it
+
+Around: prepare what `boml.py triathlon ...` needs, and start it for each method, seed and lambda.
+
+    python data_prep.py launch triathlon ...
 
 After: judge what the runs have recorded; put a run's network to use.
 
@@ -21,15 +23,15 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
-import argparse, csv, dataclasses, hashlib, html, http.client, io, itertools, math, os, re, stat
-import sys, tarfile, time, zipfile, zlib
+import argparse, csv, dataclasses, hashlib, html, http.client, io, itertools, json, math, os, re, stat
+import subprocess, sys, tarfile, tempfile, time, zipfile, zlib
 import urllib.error, urllib.parse, urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 import boml
 from boml import Problem, brief, need
@@ -603,17 +605,270 @@ def prepare(name: str, raw: Path | None, data: Path) -> bool:
         return False
 
 
-def prepare_for(argv: list[str]):
-    """The datasets of a command line of boml.py, or their generated stand-ins."""
+# ------------------------------------------------------------------------------ One's own folders
+
+Image.MAX_IMAGE_PIXELS = None  # read_image has its own limit
+
+
+def read_image(path: Path, folder: Path, channels: int) -> np.ndarray:
+    """A picture as 28x28 bytes, upright by its EXIF tag, transparent parts white."""
+    inside = path.is_file() and path.resolve().is_relative_to(folder.resolve())
+    need(inside, f"{path} is not a regular file inside {folder}; remove it.")
+    try:
+        with Image.open(path) as image:
+            need(image.width * image.height <= 1 << 26, "it has more than 67 million pixels")
+            need(image.mode[0] not in "IF", "it has more than 8 bits per channel")
+            image = ImageOps.exif_transpose(image).convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            image = image.convert("L" if channels == 1 else "RGB")
+            return np.asarray(image.resize((28, 28), Image.BILINEAR))
+    except Exception as error:  # Pillow raises almost anything on bad bytes
+        raise Problem(f"{path} cannot be used as an image ({brief(error)}); remove or replace it.")
+
+
+def read_classes(path: Path, channels: int):
+    """The pictures path/<class>/<picture> as images, labels and class names."""
+    classes = sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != ".")
+    images, labels, skipped = [], [], Counter()
+    for c, name in enumerate(classes):
+        for file in sorted((path / name).iterdir()):
+            if file.suffix.lower() in Image.registered_extensions():
+                images.append(read_image(file, path, channels))
+                labels.append(c)
+            else:
+                skipped[file.suffix or file.name] += 1
+        need(c in labels, f"{path / name} holds no images that Pillow can read; add some.")
+    for kind, count in skipped.items():
+        print(f"{path}: {kind}: {count} file(s) skipped, Pillow cannot read them")
+    return np.array(images), np.array(labels), classes
+
+
+def pack_folder(path: Path, cfg: boml.Config, data: Path) -> Path:
+    """data/<name>.npz of one's own pictures: a fifth of the classes, at least N, are for test, up to
+    a sixth for validation, chosen by their names alone."""
+    images, labels, classes = read_classes(path, cfg.channels)
+    n, test = len(classes), max(len(classes) // 5, cfg.way)
+    need(n >= 2 * cfg.way, f"{path} has {n} class folders; --way {cfg.way} needs {2 * cfg.way}; "
+         f"add some, or use --way {max(n // 2, 2)}.")
+    val = min(n // 6, n - test - cfg.way)
+    order = np.argsort([hashlib.md5(os.fsencode(name)).hexdigest() for name in classes])
+    split = np.empty(n, "U5")
+    split[order] = np.repeat(boml.SPLITS, (n - test - val, val, test))
+    packed = data / f"{path.resolve().name}.npz"
+    need(not packed.exists(), f"two datasets are named {packed.stem}; leave out or rename one.")
+    np.savez(packed, images=images, labels=labels, classes=classes, split=split, origin=["own"])
+    return packed
+
+
+# ------------------------------------------------------------------------------------------- Launch
+
+
+def launch_options():
+    parser = boml.Parser("run.sh", usage="bash run.sh EXPERIMENT [options]", add_help=False,
+                         description=launch.__doc__, allow_abbrev=False)
+    parser.add_argument("--methods", type=boml.several(str), default=tuple(boml.METHODS),
+                        help=f"of {','.join(boml.METHODS)} (default: all)")
+    parser.add_argument("--seeds", type=boml.several(int), default=(0,), help="default: 0")
+    parser.add_argument("--past-weight", type=boml.several(float), help="lambda, one or several")
+    parser.add_argument("--jobs", type=int, help="runs at a time (default: one per core, or GPU)")
+    return parser
+
+
+def launch(argv: list[str]):
+    """Prepare the data of an experiment, start its runs side by side and show their table."""
     if {"-h", "--help"} & set(argv):
-        return
-    args = boml.parse(argv)
-    for name, _ in args.sequence:
-        if name in boml.DATASETS and not prepare(name, None, args.data):
-            prepare(boml.DATASETS[name].stand_in, None, args.data)
+        launch_options().print_help()
+        print("\nFolders of class folders may be in --sequence. boml.py takes, for each run:\n")
+        boml.main(["--help"])
+    own, rest = launch_options().parse_known_args(argv)
+    boml.check("jobs", 1 if own.jobs is None else own.jobs, 1)
+    with tempfile.TemporaryDirectory(prefix="boml-") as folder:
+        todo = prepare_runs(list(command_lines(own, rest)), Path(folder))
+        first, facts = todo[0][0], announce([args for args, _ in todo])
+        out, slots = first.out / first.command, own.jobs or os.cpu_count()
+        if first.device == "cuda":
+            slots = own.jobs or torch.cuda.device_count()
+        out.mkdir(parents=True, exist_ok=True)  # fails before any run starts
+
+        def show():
+            if runs := read_records(out, facts["settings"]):
+                print(f"\n{table(runs)}", flush=True)
+
+        failed = side_by_side(todo, slots, show)
+    need(not failed, f"{', '.join(failed)} did not finish, for the reason above.")
+
+
+def command_lines(own, rest: list[str]):
+    """A command line of boml.py for each seed, method and lambda."""
+    for method in own.methods:
+        need(method in boml.METHODS, f"--methods: {method!r} is not one of "
+             f"{', '.join(boml.METHODS)}.")
+    weighed = [m for m in own.methods if boml.METHODS[m].posterior is not boml.Posterior]
+    need(weighed or not own.past_weight, "--past-weight is for bomla and bomvi; add one.")
+    for seed, method in itertools.product(own.seeds, own.methods):
+        line = [f"--method={method}", f"--seed={seed}", *rest]
+        weights = own.past_weight if own.past_weight and method in weighed else ()
+        yield from [[f"--past-weight={weight}", *line] for weight in weights] or [line]
+
+
+def prepare_runs(lines: list[list[str]], folder: Path) -> list:
+    """The command lines of the runs, parsed and as they are, once their datasets are there: a name
+    becomes its stand-in's if it cannot be had, and a folder its packed copy, which is gone after
+    the runs, as the folder itself may be."""
+    todo = [boml.parse(line) for line in lines]
+    need(len({args.job.name for args in todo}) == len(todo),
+         "--methods, --seeds or --past-weight repeats one; give each once.")
+    learned, names = {name for args in todo for name in boml.learned(args)}, []
+    for name, _ in todo[0].sequence:
+        stand_in = boml.DATASETS.get(name, boml.OWN).stand_in
+        if name in boml.DATASETS and name not in learned and not prepare(name, None, todo[0].data):
+            prepare(stand_in, None, todo[0].data)
+            name = stand_in
+        elif name not in boml.DATASETS and Path(name).is_dir():
+            name = str(pack_folder(Path(name), todo[0].job.cfg, folder))
+        names.append(name)
+    lines = [[*line, f"--sequence={','.join(names)}"] for line in lines]
+    return [(boml.parse(line), line) for line in lines]
+
+
+def announce(todo) -> dict:
+    """Check the data and --start-from, say what will run, and return what all records share."""
+    args, cfg = todo[0], todo[0].job.cfg
+    sequence = boml.load_sequence(args)
+    for each in todo:
+        boml.starting_point(each)
+    facts = boml.shared_facts(args, sequence)
+    print(f"{heading(facts)}, on {args.device}: {cfg.way}-way {cfg.shot}-shot, {cfg.query} queries "
+          f"per class, meta-batches of {cfg.meta_batch}; results in {args.out / args.command}")
+    for d in sequence:
+        s, what = d.setting, "its images are gone"
+        if d.images is not None:
+            classes = "/".join(str(len(d.splits[split])) for split in boml.SPLITS)
+            what = f"{classes} classes, {len(d.images):,} images"
+        print(f"  {d.name} ({d.kind}): {what}; {s.iterations} iterations, alpha {s.inner_rate:g}, "
+              f"k {s.inner_steps} ({s.eval_steps} to evaluate)", flush=True)
+    return facts
+
+
+def side_by_side(todo, slots, show) -> list[str]:
+    """Start boml.py with each command line, `slots` at a time, a core or a GPU each; returns the
+    names of the runs that failed."""
+    running, failed, waiting, free = {}, [], list(todo), list(range(slots))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, free))).split(",")
+    try:
+        while waiting or running:
+            while waiting and free:
+                (args, line), slot = waiting.pop(0), free.pop(0)
+                one = {"OMP_NUM_THREADS": "1"}  # two runs of one thread beat one of two
+                if args.device == "cuda":
+                    one["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+                process = subprocess.Popen([sys.executable, boml.__file__, *line],
+                                           stdout=subprocess.DEVNULL, env=os.environ | one)
+                running[process] = args.job.name, slot
+            time.sleep(0.1)
+            for process in [p for p in running if p.poll() is not None]:
+                name, slot = running.pop(process)
+                free.append(slot)
+                if process.returncode:
+                    failed.append(name)
+                    print(f"boml: {name} has failed ({process.returncode}).", file=sys.stderr)
+                if process.returncode == boml.DISK_FAILED:  # it may be full: start no other
+                    failed += [args.job.name for args, _ in waiting]
+                    waiting.clear()
+                show()
+    finally:  # also after a signal
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+    return failed
 
 
 # ------------------------------------------------------------------------------------------- Report
+# Made from the records alone.
+
+
+def read_records(folder, settings=None):
+    """The rows of each record in the folder by (variant, seed); of these settings, else of the most
+    frequent ones."""
+    found, runs, order = {}, {}, list(boml.METHODS)
+    for path in sorted(folder.glob("*/record.jsonl")):
+        try:
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            for r in rows:
+                need(0 <= r["accuracy"] <= 1 and 0 < r["iteration"] <= r["iterations"]
+                     and 0 < r["stage"] <= r["stages"] and r["evaluated"] in r["datasets"]
+                     and r["newest"] and r["way"] and r["revision"] and r["seed"] >= 0
+                     and r["method"] == r["variant"].partition("@")[0]
+                     and path.parent.name == f"{r['variant']}-{r['seed']}", "a value")
+            if rows:
+                found[path] = rows
+        except Exception as error:
+            print(f"left out: {path} ({brief(error)} is wrong in it)")
+    counts = Counter(rows[0]["settings"] for rows in found.values())
+    settings = settings or max(counts, key=counts.get, default=None)
+    for path, rows in found.items():
+        if rows[0]["settings"] == settings:
+            runs[rows[0]["variant"], rows[0]["seed"]] = rows
+        else:
+            print(f"left out: {path} (its settings are others)")
+
+    def place(key):  # a method of one's own comes last
+        method = key[0].partition("@")[0]
+        return order.index(method) if method in order else len(order), key
+
+    return {key: runs[key] for key in sorted(runs, key=place)}
+
+
+def label_of(variant):
+    method, _, weight = variant.partition("@")
+    label = boml.METHODS[method].label if method in boml.METHODS else method
+    return label + (f", lambda = {weight}" if weight else "")
+
+
+def stage_ends(rows):
+    """A run's accuracies in % at the ends of its stages, by (stage, dataset)."""
+    return {(r["stage"], r["evaluated"]): 100 * r["accuracy"] for r in rows
+            if r["iteration"] == r["iterations"]}
+
+
+def half_width(values):
+    """Half of the mean's 95 % interval (Student's t); infinite for fewer than three values."""
+    t = {3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31}.get(len(values), 2.26)
+    return t * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 2 else math.inf
+
+
+def quarters(stages):
+    return sorted({max(1, stages * q // 4) for q in (1, 2, 3, 4)})
+
+
+def heading(row):
+    return f"{row['experiment']}, {row['data']} data, {row['schedule']} schedule"
+
+
+def table(runs):
+    """Accuracy after a dataset's own stage -> after the last; or at quarters of a task sequence."""
+    first = next(iter(runs.values()))[0]
+    names, stages = first["datasets"], first["stages"]
+    columns = {n: [(t, n), (stages, n)][t == stages :] for t, n in enumerate(names, 1)}
+    if stages != len(names):
+        columns = {f"after task {t}": [(t, names[0])] for t in quarters(stages)}
+    lines = [f"{heading(first)}: accuracy in %, 95 % intervals over seeds\n",
+             f"| method | seeds | {' | '.join(columns)} |", "|-" * (2 + len(columns)) + "|"]
+    for variant in dict.fromkeys(variant for variant, _ in runs):
+        seeds, cells = [stage_ends(rows) for (v, _), rows in runs.items() if v == variant], []
+        for points in columns.values():
+            values = [[ends[p] for ends in seeds if p in ends] for p in points]
+            cell = " -> ".join(f"{np.mean(v):.1f}" if v else "not evaluated" for v in values)
+            half = half_width(values[-1])
+            cells.append(cell + (f" ± {half:.1f}" if math.isfinite(half) else ""))
+        done = f"{len(values[-1])} of " if len(values[-1]) < len(seeds) else ""
+        lines.append(f"| {label_of(variant)} | {done}{len(seeds)} | {' | '.join(cells)} |")
+    revisions = sorted({row["revision"] for rows in runs.values() for row in rows})
+    lines += [f"\nRuns of several revisions: {', '.join(revisions)}."] if revisions[1:] else []
+    return "\n".join(lines) + "\n"
+
+
 # What the paper claims, by section, held against the records; keys as in accuracies, margins in
 # points of accuracy.
 
@@ -662,7 +917,7 @@ def accuracies(rows) -> dict[str, float]:
     last" is after J iterations of the last stage, which only Train-On-Everything exceeds. "first
     tasks" and "last tasks" are the mean over a quarter of a task sequence.
     """
-    names, stages, at = rows[0]["datasets"], rows[0]["stages"], boml.stage_ends(rows)
+    names, stages, at = rows[0]["datasets"], rows[0]["stages"], stage_ends(rows)
     own, end, q = list(enumerate(names, 1)), [(stages, n) for n in names], max(1, stages // 4)
     tasks = [(t, names[0]) for t in range(1, stages + 1)]
     points = {"own past": own[:-1], "own new": own[1:], "end past": end[:-1], "end last": end[-1:],
@@ -685,7 +940,7 @@ def verdicts(runs, claims):
                  and (b, seed) in found]
         apart = [one.get(key_a, math.nan) - other.get(key_b, math.nan) for one, other in pairs]
         apart = [value for value in apart if not math.isnan(value)]
-        mean, half = sum(apart) / max(len(apart), 1), boml.half_width(apart)
+        mean, half = sum(apart) / max(len(apart), 1), half_width(apart)
         over = mean - float(margin.replace(" ", "") or 0)
         verdict = "holds" if (over > 0) == (sign == ">") else "fails"
         verdict = verdict if abs(over) > half else "inconclusive"
@@ -717,10 +972,10 @@ def figure(runs) -> str:
     def place(t, a):
         return f"{40 + width * t / stages:.1f} {y + height * (1 - a):.1f}"
 
-    write(boml.heading(first), 40, y, "font-size='14'")
+    write(heading(first), 40, y, "font-size='14'")
     for n, v in enumerate(variants):
         y += 18 * (n % 4 == 0)
-        write(boml.label_of(v), 40 + 200 * (n % 4), y, f"font-weight='bold' fill='{colours[v]}'")
+        write(label_of(v), 40 + 200 * (n % 4), y, f"font-weight='bold' fill='{colours[v]}'")
     y += 12
     for j, name in enumerate(names):
         if stages == len(names):
@@ -740,7 +995,7 @@ def figure(runs) -> str:
         seen = any(r["evaluated"] == name for rows in runs.values() for r in rows)
         write(name if seen else f"{name}: not evaluated", 46, y + 14, "font-weight='bold'")
         y += height + 16
-    ends = {t: f"task {t}" for t in boml.quarters(stages)}
+    ends = {t: f"task {t}" for t in quarters(stages)}
     for t, words in enumerate(names, 1) if stages == len(names) else ends.items():
         x = 40 + width * t / stages
         write(words, x, y, f"text-anchor='end' transform='rotate(-15 {x:.0f} {y})'")
@@ -765,10 +1020,10 @@ def curves(runs, variant, name):
 
 def report(folder: Path) -> str:
     """Write the folder's report.md and accuracy.svg; returns the table."""
-    runs = boml.read_records(folder)
+    runs = read_records(folder)
     if not runs:
         return f"{folder} holds no evaluation yet"
-    first, text = next(iter(runs.values()))[0], boml.table(runs)
+    first, text = next(iter(runs.values()))[0], table(runs)
     claims = {"omniglot": TASK_CLAIMS, "run": ""}.get(first["experiment"], CLAIMS)
     judged = f"\n{verdicts(runs, claims)}\n" if claims else ""
     for name, content in (("report.md", text + judged), ("accuracy.svg", figure(runs))):
@@ -814,13 +1069,13 @@ def classify(argv: list[str]):
     k = learned["eval_steps"] if args.eval_steps is None else args.eval_steps
     boml.check("inner_rate", alpha, 0)
     boml.check("eval_steps", k, 1)
-    x_s, y_s, classes = boml.read_classes(args.labelled, cfg.channels)
+    x_s, y_s, classes = read_classes(args.labelled, cfg.channels)
     n, files, x_q = len(classes), [], []
     need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
          f"can tell 2 to {cfg.way} apart; for more, train with --way {n}.")
     for path in sorted(p for p in args.images.rglob("*") if not p.is_dir()):
         try:
-            x_q.append(boml.read_image(path, args.images, cfg.channels))
+            x_q.append(read_image(path, args.images, cfg.channels))
             files.append(path.relative_to(args.images))
         except Problem as problem:
             print(f"left out: {problem}")
@@ -868,7 +1123,7 @@ def predict(state, cfg, n, x_s, y_s, x_q, alpha, k):
 
 
 def main(argv: list[str]):
-    commands = {"for": prepare_for, "report": report_all, "classify": classify}
+    commands = {"launch": launch, "report": report_all, "classify": classify}
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
     parser = boml.Parser("data_prep.py", description=__doc__,

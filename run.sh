@@ -37,5 +37,4 @@ case $1 in
   data) exec "$python" "$here/data_prep.py" "${@:2}" ;;
   report | classify) exec "$python" "$here/data_prep.py" "$@" ;;
 esac
-"$python" "$here/data_prep.py" for "$@"
-exec "$python" "$here/boml.py" "$@" --generated
+exec "$python" "$here/data_prep.py" launch "$@"

@@ -2,8 +2,8 @@
 
 The plain versions that the properties compare with are also what `bash run.sh bench` measures boml.py against (the end).
 """
-import argparse, contextlib, dataclasses, functools, gzip, hashlib, http.server, io, itertools, json, math, os, pickle
-import re, resource, runpy, shutil, signal, struct, subprocess, sys, tarfile, tempfile, threading, time, traceback
+import argparse, contextlib, dataclasses, functools, gzip, hashlib, http.server, io, itertools, json, math, multiprocessing
+import os, pickle, re, resource, shutil, signal, struct, subprocess, sys, tarfile, tempfile, threading, time, traceback
 import zipfile, zlib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -79,9 +79,9 @@ def toy_data(seed=0, classes=15, least=4, most=7, channels=1, name="omniglot", i
                         boml.DATASETS[name]._replace(**usual | setting), images, rows, splits)
 
 
-def load(name, folder, cfg):
+def load(name, folder):
     """A packed dataset with its own setting."""
-    return boml.load_dataset(name, boml.DATASETS[name], folder, cfg)
+    return boml.load_dataset(folder / f"{name}.npz", boml.DATASETS[name])
 
 
 def toy_batch(seed, tasks=2, shot=1, query=2, way=5, channels=1):
@@ -985,7 +985,7 @@ def loaded(seed, name, classes=15, least=4, most=7):
     arrays = dict(classes=names, split=split, origin=["real"])
     with tempfile.TemporaryDirectory() as folder:
         np.savez(Path(folder, f"{name}.npz"), images=images, labels=labels, **arrays)
-        return load(name, Path(folder), toy_config()), images, labels
+        return load(name, Path(folder)), images, labels
 
 
 def owner_of(data):
@@ -1570,26 +1570,26 @@ SEQUENCES = {"triathlon": ["omniglot", "mini_quickdraw", "cifar_fs"],
 @pytest.mark.parametrize("experiment", SEQUENCES)
 def test_paper_schedule_is_tables_1_and_2(experiment):
     """On the paper schedule the N-athlons have the hyperparameters of Tables 1 and 2, 5-way 1-shot, and 64 filters."""
-    args = boml.parse([experiment, "--schedule", "paper", "--device", "cpu"])
+    args, *others = runs_of(experiment, "--schedule", "paper", "--device", "cpu")
+    cfg, weights = args.job.cfg, {each.method: each.job.cfg.past_weight for each in others}
     assert [name for name, _ in args.sequence] == SEQUENCES[experiment]
-    assert {k: getattr(args.cfg, k) for k in TABLE_1} == TABLE_1
-    assert (args.cfg.way, args.cfg.shot, args.cfg.filters, args.cfg.channels) == (5, 1, 64, 3)
+    assert {k: getattr(cfg, k) for k in TABLE_1} == TABLE_1
+    assert (cfg.way, cfg.shot, cfg.filters, cfg.channels) == (5, 1, 64, 3)
     for name, s in args.sequence:
         assert (s.inner_steps, s.inner_rate, s.decay, s.eval_steps, s.iterations) == (*TABLE_2[name], 5000)
-    weights = {job.method: job.cfg.past_weight for job in args.todo}
     assert (weights["bomla"], weights["bomvi"]) == (100.0, 1.0)
 
 
 def test_paper_schedule_is_table_3():
     """On the paper schedule the Omniglot sequence has the hyperparameters of Table 3, 5-way 5-shot, on grey images."""
-    args = boml.parse(["omniglot", "--schedule", "paper", "--device", "cpu"])
-    cfg, [(name, s)] = args.cfg, args.sequence
+    args = boml.parse(["omniglot", "--schedule", "paper", "--device", "cpu", "--method", "bomla"])
+    cfg, [(name, s)] = args.job.cfg, args.sequence
     assert name == "omniglot_alphabets" and s.iterations == 50
     assert (cfg.way, cfg.shot, cfg.query, cfg.channels, cfg.filters) == (5, 5, 15, 1, 64)
     assert (cfg.meta_batch, cfg.mc_samples, cfg.outer_rate, cfg.eval_tasks, cfg.initial_logvar) == (1, 5, 0.001, 100, -10.0)
     assert (cfg.hessian_tasks, cfg.tasks) == (1, 230)  # the paper's 254 tasks less 24 incomplete ones
     assert (s.inner_steps, s.inner_rate, s.decay, s.eval_steps, s.rotate) == (5, 0.1, (), 10, False)
-    assert {job.method: job.cfg.past_weight for job in args.todo}["bomla"] == 0.01
+    assert cfg.past_weight == 0.01
 
 
 @pytest.mark.parametrize("schedule", ["long", "cpu"])
@@ -1597,7 +1597,7 @@ def test_paper_schedule_is_table_3():
 def test_shorter_schedules_keep_the_rest_of_the_tables(schedule, experiment):
     """The long and the cpu schedule change only sizes and counts: no rate, no k, no decay, not the network, not lambda."""
     args = boml.parse([experiment, "--schedule", schedule, "--device", "cpu"])
-    changed = {f.name for f in dataclasses.fields(boml.Config) if getattr(args.cfg, f.name) != f.default}
+    changed = {f.name for f in dataclasses.fields(boml.Config) if getattr(args.job.cfg, f.name) != f.default}
     assert changed <= {"query", "meta_batch", "eval_every", "hessian_tasks", "mc_samples", "logvar_rate"}
     for name, s in args.sequence:
         assert s._replace(iterations=5000) == boml.DATASETS[name] and (schedule == "cpu" or s.iterations == 5000)
@@ -1609,7 +1609,7 @@ def test_shorter_schedules_keep_the_rest_of_the_tables(schedule, experiment):
 def test_cpu_schedule_of_another_sequence(command, expected):
     """An experiment's short schedule holds for another sequence too, but for iterations that are one for each dataset."""
     args = boml.parse([*command.split(), "--schedule", "cpu"])
-    assert (args.sequence[0][1].iterations, args.cfg.tasks) == expected
+    assert (args.sequence[0][1].iterations, args.job.cfg.tasks) == expected
 
 
 def test_defaults():
@@ -1656,7 +1656,7 @@ def alphabets_data(tmp_path, each=6):
     images = np.random.default_rng(0).integers(0, 256, (len(labels), 28, 28), dtype=np.uint8)
     split = data_prep.split_of("omniglot_alphabets", classes)
     np.savez(tmp_path / "omniglot_alphabets.npz", images=images, labels=labels, classes=classes, split=split, origin=["real"])
-    return load("omniglot_alphabets", tmp_path, boml.Config())
+    return load("omniglot_alphabets", tmp_path)
 
 
 def test_task_sequence_by_alphabet(tmp_path):
@@ -1682,11 +1682,11 @@ def test_task_sequence_is_shuffled_by_the_seed(tmp_path):
 def test_seed_of_a_run_orders_its_tasks(fake_data, tmp_path, monkeypatch):
     """Runs of the Omniglot sequence with different seeds meet different tasks, or the same ones in another order."""
     line = f"omniglot --methods maml --seeds 0,1 --shot 1 --query 2 --data {fake_data} --out {tmp_path}"
-    args, met = boml.parse(line.split()), []
+    met = []
     characters = lambda run: [task.splits["train"].tolist() for task in run.sequence]
     monkeypatch.setattr(boml.Run, "go", lambda run: met.append(characters(run)))
-    for job in args.todo:
-        boml.work(args, job, None)
+    for args in runs_of(*line.split()):
+        boml.work(args, None)
     assert len(met) == 2 and met[0] != met[1]
 
 
@@ -1915,7 +1915,7 @@ def test_values_for_each_dataset_arrive_in_order(tmp_path):
                  classes=[f"{j}/{c}" for c in range(30)], split=["train"] * 10 + ["val"] * 10 + ["test"] * 10)
     line = "run --sequence omniglot,cifar_fs --iterations 7,8 --inner-rate 0.5,0.6 --inner-steps 2,3 --eval-steps 4,5 --query 2"
     args = boml.parse([*line.split(), "--data", str(tmp_path)])
-    one, two = boml.load_sequence(args, args.todo[0])
+    one, two = boml.load_sequence(args)
     settings = [(s.iterations, s.inner_rate, s.inner_steps, s.eval_steps) for s in (one.setting, two.setting)]
     assert settings == [(7, 0.5, 2, 4), (8, 0.6, 3, 5)]
 
@@ -2034,20 +2034,59 @@ SMALL = ("--filters 4 --iterations 4 --meta-batch 2 --query 2 --eval-tasks 3 --e
          "--mc-samples 2 --device cpu").split()
 
 
+def runs_of(*argv):
+    """The runs that run.sh starts for a command line, as their own command lines, parsed."""
+    own, rest = data_prep.launch_options().parse_known_args([str(a) for a in argv])
+    return [boml.parse(line) for line in data_prep.command_lines(own, rest)]
+
+
 def work_here(*argv, progress=lambda share: False):
-    """The runs of a command line, in this process, which spares their start."""
-    args = boml.parse([str(a) for a in argv])
-    for job in args.todo:
-        shares = []
-        assert boml.work(args, job, lambda share: shares.append(share) or progress(share))
-        assert shares == sorted(shares) and shares[-1:] in ([], [1.0])
+    """The same, run in this process, which spares their start; folders are packed as run.sh does."""
+    own, rest = data_prep.launch_options().parse_known_args([str(a) for a in argv])
+    with tempfile.TemporaryDirectory() as folder:
+        for args, _ in data_prep.prepare_runs(list(data_prep.command_lines(own, rest)), Path(folder)):
+            shares = []
+            assert boml.work(args, lambda share: shares.append(share) or progress(share))
+            assert shares == sorted(shares) and shares[-1:] in ([], [1.0])
+
+
+class Copied:
+    """A process as subprocess.Popen starts it, but as a copy of this one, which spares the import of torch."""
+
+    def __init__(self, line, stdout, env):
+        self.returncode, self.pid = None, os.fork()
+        if not self.pid:
+            code = 1
+            try:
+                sys.stdout = open(os.devnull, "w")
+                boml.one_sentence(boml.main, line[2:])
+                code = 0
+            except SystemExit as end:
+                code = end.code
+            finally:
+                os._exit(code)
+
+    def poll(self, how=os.WNOHANG):
+        pid, status = os.waitpid(self.pid, how) if self.returncode is None else (0, 0)
+        self.returncode = os.waitstatus_to_exitcode(status) if pid else self.returncode
+        return self.returncode
+
+    def wait(self):
+        return self.poll(0)
+
+    def terminate(self):
+        os.kill(self.pid, signal.SIGTERM)
 
 
 @pytest.fixture
 def forks(monkeypatch):
-    """Runs side by side start as copies of this process, which spares the import of torch."""
-    fork = boml.multiprocessing.get_context("fork")
-    monkeypatch.setattr(boml.multiprocessing, "get_context", lambda kind: fork)
+    """Runs side by side start as copies of this process."""
+    monkeypatch.setattr(data_prep.subprocess, "Popen", Copied)
+
+
+def launch(*argv):
+    """What run.sh does with the command line of an experiment."""
+    data_prep.main(["launch", *map(str, argv)])
 
 
 def rows_of(path):
@@ -2057,7 +2096,7 @@ def rows_of(path):
 
 def test_every_method_end_to_end(fake_data, tmp_path, forks, capsys):
     """A command line takes every method through the triathlon, records it as planned and reports it."""
-    boml.main([str(a) for a in ("triathlon", "--data", fake_data, *SMALL, "--jobs", 2, "--out", tmp_path)])
+    launch("triathlon", "--data", fake_data, *SMALL, "--jobs", 2, "--out", tmp_path)
     text = capsys.readouterr().out
     assert "triathlon, real data, cpu schedule" in text and all(m.label in text for m in boml.METHODS.values())
     folder = tmp_path / "triathlon"
@@ -2090,8 +2129,8 @@ def test_run_that_fails_is_named(jobs, fake_data, tmp_path, forks, capfd):
     (tmp_path / "run" / "maml-0").write_text("a file where a folder should be")
     failed = "maml-0, ftml-0" if jobs == 1 else "maml-0"
     with pytest.raises(boml.Problem, match=rf"^{failed} did not finish, for the reason above\.$"):
-        boml.main([str(a) for a in ("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--jobs", jobs,
-                                    "--methods", "maml,ftml", "--out", tmp_path)])
+        launch("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--jobs", jobs, "--methods", "maml,ftml",
+               "--out", tmp_path)
     said = capfd.readouterr().err
     assert "boml: [Errno 17] File exists" in said and "maml-0 has failed" in said and "Traceback" not in said
     assert (tmp_path / "run/ftml-0").exists() == (jobs == 2)
@@ -2102,12 +2141,12 @@ def test_refused_run_is_named_at_once(fake_data, tmp_path, forks, capfd, monkeyp
     """A run that is refused is named before the next one starts; that one is run and reported without it."""
     (tmp_path / "run" / "maml-0").mkdir(parents=True)
     (tmp_path / "run" / "maml-0" / "record.jsonl").write_text("5\n")
-    real_reader, seen = boml.read_records, []
-    monkeypatch.setattr(boml, "read_records", lambda *a: seen.append(
+    real_reader, seen = data_prep.read_records, []
+    monkeypatch.setattr(data_prep, "read_records", lambda *a: seen.append(
         (capfd.readouterr().err, (tmp_path / "run/ftml-0").exists())) or real_reader(*a))
     with pytest.raises(boml.Problem, match=r"^maml-0 did not finish"):
-        boml.main([str(a) for a in ("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--jobs", 1,
-                                    "--methods", "maml,ftml", "--out", tmp_path)])
+        launch("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--jobs", 1, "--methods", "maml,ftml",
+               "--out", tmp_path)
     (said, started), _ = seen
     assert "--fresh with --methods maml" in said and "boml: maml-0 has failed (2)." in said and not started
     assert "| Follow-The-Meta-Leader | 1 |" in capfd.readouterr().out
@@ -2119,47 +2158,32 @@ def test_end_is_estimated_from_this_session(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(boml.time, "time", lambda: now[0])
     monkeypatch.setattr(boml.time, "localtime", time.gmtime)
-    monkeypatch.setattr(boml.multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
     monkeypatch.setattr(boml.signal, "signal", lambda *_: None)
-
-    def work(args, job, progress):
-        for seconds, done in ((0, 0.9), (610, 0.91), (1220, 0.92)):
-            now[0] = seconds
-            assert not progress(done)
-        return True
-
-    monkeypatch.setattr(boml, "work", work)
-    boml.child(SimpleNamespace(device="cpu"), SimpleNamespace(name="maml-0"), 0)
+    progress = boml.reporter("maml-0")
+    for seconds, done in ((0, 0.9), (610, 0.91), (1220, 0.92)):
+        now[0] = seconds
+        assert not progress(done)
     # 1 % in 610 seconds, so 10 % in 6100
     assert capsys.readouterr().err == "maml-0: 91%, ends Thu 01:41\nmaml-0: 92%, ends Thu 01:41\n"
 
 
-def test_generated_data_is_labelled(tmp_path, forks, capsys):
-    """Where a dataset is not there, --generated lets a generated one run under its own name, labelled in table, record
-    and report."""
+def test_generated_data_is_labelled(tmp_path, forks, capsys, monkeypatch):
+    """Where a dataset cannot be had, a generated one runs under its own name, labelled in table, record and report."""
+    cut_off(monkeypatch)
     pack(tmp_path / "data", "generated_aeroplanes", (6, 6, 6), (28, 28, 3), kind="generated")
-    boml.main([str(a) for a in ("run", "--sequence", "aircraft", "--data", tmp_path / "data", "--out", tmp_path,
-                                "--generated", "--methods", "maml", *SMALL, "--iterations", 1)])
+    launch("run", "--sequence", "aircraft", "--data", tmp_path / "data", "--out", tmp_path, "--methods", "maml", *SMALL,
+           "--iterations", 1)
     text, report = capsys.readouterr().out, data_prep.report(tmp_path / "run")
     assert "run, generated data" in text and "run, generated data" in report
-    assert "generated_aeroplanes (generated)" in text and "aircraft" not in text + report
+    assert "generated_aeroplanes (generated)" in text and "aircraft" not in report
     rows = rows_of(tmp_path / "run" / "maml-0" / "record.jsonl")
     assert {r["data"] for r in rows} == {"generated"}
     assert {r["evaluated"] for r in rows} == {"generated_aeroplanes"}
 
 
-@pytest.mark.parametrize("option, there, name", [
-    ([], False, "aircraft"), (["--generated"], True, "aircraft"), (["--generated"], False, "generated_aeroplanes")])
-def test_generated_data_stands_in_only_where_asked(option, there, name, tmp_path):
-    """A generated dataset takes a place only with --generated, and only if the real one is not there."""
-    if there:
-        (tmp_path / "aircraft.npz").touch()
-    assert boml.parse(["run", "--sequence", "aircraft", "--data", str(tmp_path), *option]).sequence[0][0] == name
-
-
 def test_missing_data_is_named(tmp_path):
     """A dataset that is not there is named, with the ways to get one."""
-    with pytest.raises(boml.Problem, match="aircraft.npz is not there; .*run.sh data aircraft.*--generated"):
+    with pytest.raises(boml.Problem, match="aircraft.npz is not there; .*run.sh data aircraft"):
         boml.main(["run", "--sequence", "aircraft", "--data", str(tmp_path)])
 
 
@@ -2443,9 +2467,9 @@ def test_record_alone_survives_a_command(fake_data, tmp_path):
 
 
 @pytest.mark.parametrize("changes, named", [
-    (dict(cfg=toy_config(eval_every=4, **TINY | dict(query=2))), "query was 1, is 2\\); use its settings, or another"),
+    (dict(cfg=toy_config(eval_every=4, **TINY | dict(query=2))), "query was 1, is 2\\); go back to them, or use another"),
     (dict(sequence=[toy_data(0, iterations=6), toy_data(1, name="mini_quickdraw", iterations=9)]),
-     "continue \\(mini_quickdraw: iterations was 8, is 9; learned data may be gone, not changed\\); use another --out"),
+     "mini_quickdraw's iterations was 8, is 9\\); go back to them, or use another --out"),
     (dict(sequence=[toy_data(0, iterations=6), toy_data(1, name="cifar_fs", iterations=8)]),
      "a run of omniglot,mini_quickdraw, which omniglot,cifar_fs does not continue.*--out"),
     (dict(sequence=[toy_data(0, iterations=6)]), "omniglot,mini_quickdraw, which omniglot does not continue.*--out")])
@@ -2549,9 +2573,9 @@ def test_runs_that_start_elsewhere_are_apart():
 def test_start_from_an_unfinished_stage_is_refused(fake_data, tmp_path):
     """No run starts from one that was stopped within a stage, whose posterior lags behind its parameters."""
     line = ["run", "--data", fake_data, *SMALL, "--methods", "bomla"]
-    stopped = boml.parse([str(a) for a in (*line, "--sequence", "omniglot", "--out", tmp_path / "one")])
-    assert not boml.work(stopped, stopped.todo[0], lambda share: True)
-    with pytest.raises(boml.Problem, match="bomla-0 has a run in the midst of a dataset; let it come to the end"):
+    stopped, = runs_of(*line, "--sequence", "omniglot", "--out", tmp_path / "one")
+    assert not boml.work(stopped, lambda share: True)
+    with pytest.raises(boml.Problem, match="another run of bomla that has come to the end of a dataset"):
         work_here(*line, "--sequence", "mini_quickdraw", "--out", tmp_path / "two", "--start-from",
                   tmp_path / "one/run/bomla-0")
     assert not list(tmp_path.glob("two/run/bomla-0/checkpoint*"))
@@ -2609,7 +2633,7 @@ def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_pa
     state = state_of(tmp_path / f"run/{method}-0")
     first = lambda p: {n: v[:classes] if n.startswith("linear") else v for n, v in p.items()}
     theta, (x_s, y_s, _), (x_q, _, _) = first(state["theta"]), *(
-        boml.read_classes(tmp_path / f, 3) for f in ("labelled", "good"))
+        data_prep.read_classes(tmp_path / f, 3) for f in ("labelled", "good"))
     posterior = boml.METHODS[method].posterior(toy_config(channels=3), theta)
     posterior.load({n: first(v) if n == "logvar" else v for n, v in state["posterior"].items()})
     images = [boml.to_floats(torch.tensor(x).permute(0, 3, 1, 2)[None], 3) for x in (x_s, x_q)]
@@ -2625,8 +2649,8 @@ def test_classify_takes_the_dataset_it_was_trained_on(fake_data, tmp_path, monke
     own_folder(tmp_path / "labelled", 2, 1)
     monkeypatch.chdir(tmp_path)
     for share, expected in ((0.1, "alpha 0.4"), (0.6, "alpha 0.1")):
-        args = boml.parse([str(a) for a in line])
-        assert not boml.work(args, args.todo[0], lambda done: done > share)
+        args, = runs_of(*line)
+        assert not boml.work(args, lambda done: done > share)
         data_prep.main("classify --from run/maml-0 --labelled labelled --images labelled".split())
         assert expected in capsys.readouterr().out
         (tmp_path / "predictions.csv").unlink()
@@ -2716,7 +2740,11 @@ def test_processes_share_the_work(fake_data, tmp_path):
     """Two processes of torchrun come to the numbers of one, for every method, in float64."""
     program = tmp_path / "double.py"
     program.write_text(f"import sys, torch; sys.path.insert(0, {str(HERE)!r})\ntorch.set_num_threads(1)\n"
-                       "torch.set_default_dtype(torch.double)\nimport boml; boml.main(sys.argv[1:])\n")
+                       "torch.set_default_dtype(torch.double)\nimport boml\n*others, last = boml.METHODS\n"
+                       "lines = {method: [*sys.argv[1:], '--method', method] for method in boml.METHODS}\n"
+                       "boml.start_ranks(boml.parse(lines['bomla']))\nboml.start_ranks = lambda args: None\n"
+                       "for method in others:\n    boml.work(boml.parse(lines[method]), lambda done: False)\n"
+                       "boml.main(lines[last])\n")
     args = ["run", "--sequence", "omniglot,cifar_fs", "--data", fake_data, *SMALL, "--meta-batch", "3",
             "--iterations", "2", "--hessian-tasks", "20", "--out"]
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, *args,
@@ -2751,7 +2779,7 @@ def on_two_ranks(function, folder):
             answers.put((n, str(problem)))
         torch.distributed.barrier()
 
-    fork = boml.multiprocessing.get_context("fork")
+    fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
     processes = [fork.Process(target=rank, args=(n, answers), daemon=True) for n in range(2)]
     for process in processes:
@@ -2774,9 +2802,9 @@ def test_ranks_with_other_parameters_are_refused(apart, tmp_path):
 
 
 def start_command(line, errors):
-    """boml.py with a command line as a program of its own."""
-    return subprocess.Popen([sys.executable, HERE / "boml.py", *line], stdout=subprocess.DEVNULL, stderr=errors,
-                            start_new_session=True).pid
+    """The launcher of run.sh with a command line as a program of its own."""
+    return subprocess.Popen([sys.executable, HERE / "data_prep.py", "launch", *line], stdout=subprocess.DEVNULL,
+                            stderr=errors, start_new_session=True).pid
 
 
 def start_copy(line, errors):
@@ -2790,31 +2818,31 @@ def start_copy(line, errors):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(errors.fileno(), 2)
         sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)
-        fork = boml.multiprocessing.get_context("fork")
-        boml.multiprocessing.get_context = lambda kind: fork
-        sys.argv = ["boml.py", *map(str, line)]
-        runpy.run_path(str(HERE / "boml.py"), run_name="__main__")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
+        data_prep.subprocess.Popen = Copied
+        boml.one_sentence(launch, *line)
     except SystemExit as end:
         code = end.code
     finally:
         os._exit(code)
 
 
-@pytest.mark.parametrize("number, code, start", [
-    (signal.SIGTERM, 130, start_command), (signal.SIGINT, 130, start_copy)])
-def test_signal_ends_with_a_checkpoint(number, code, start, fake_data, tmp_path):
-    """SIGTERM and Ctrl-C end the command with their status, a checkpoint of every run, and how to go on."""
+@pytest.mark.parametrize("number, start, kill", [
+    (signal.SIGTERM, start_command, os.kill), (signal.SIGINT, start_copy, os.killpg)], ids=["of kill", "of the terminal"])
+def test_signal_ends_with_a_checkpoint(number, start, kill, fake_data, tmp_path):
+    """SIGTERM to the launcher, and Ctrl-C, which reaches its runs too, end it with status 130, a checkpoint of every
+    run, and how to go on."""
     args = [*SMALL, "--iterations", "1000", "--eval-every", "1000", "--methods", "maml,bomla", "--jobs", "2"]
-    line = ["triathlon", "--data", fake_data, "--out", tmp_path, *args]
     with open(tmp_path / "errors", "wb") as errors:
-        pid = start(line, errors)
+        pid = start(["triathlon", "--data", fake_data, "--out", tmp_path, *args], errors)
     deadline = time.time() + 120
     while len(list(tmp_path.glob("triathlon/*/lock"))) < 2:
         assert time.time() < deadline and os.waitpid(pid, os.WNOHANG) == (0, 0)
         time.sleep(0.1)
     time.sleep(0.5)
-    os.killpg(pid, number)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    kill(pid, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     said = (tmp_path / "errors").read_text()
     assert "boml: stopped; the same command goes on from here." in said and "Traceback" not in said
     for method in ("maml", "bomla"):
@@ -2892,9 +2920,9 @@ def test_interval_is_students():
     exact = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 29: 2.045}
     for freedom, t in exact.items():
         values = np.random.default_rng(freedom).normal(size=freedom + 1)
-        found = boml.half_width(list(values)) / (values.std(ddof=1) / math.sqrt(len(values)))
+        found = data_prep.half_width(list(values)) / (values.std(ddof=1) / math.sqrt(len(values)))
         assert abs(found - t) < 0.006 if freedom < 10 else t < found < 1.15 * t  # two decimals
-    assert all(math.isinf(boml.half_width(values)) for values in ([], [0.5], [0.5, 0.5]))
+    assert all(math.isinf(data_prep.half_width(values)) for values in ([], [0.5], [0.5, 0.5]))
 
 
 def test_unfinished_stage_does_not_count(tmp_path):
@@ -2951,7 +2979,7 @@ def test_claims_are_of_runs_that_can_be_had():
     """Each variant that a claim speaks of is a run that its experiment's command line can give."""
     studies = (("triathlon", "1,100,1000", data_prep.CLAIMS), ("omniglot", "0.01,1,100", data_prep.TASK_CLAIMS))
     for command, weights, claims in studies:
-        variants = {job.variant for job in boml.parse([command, "--past-weight", weights]).todo}
+        variants = {args.job.variant for args in runs_of(command, "--past-weight", weights)}
         assert {v for _, a, _, _, b, *_ in claims_in(claims) for v in (a, b)} <= variants
 
 
@@ -3100,15 +3128,15 @@ def test_method_of_ones_own_is_reported(tmp_path):
 def test_records_of_other_settings_are_left_out(tmp_path, capsys):
     """A report on a command's settings names and leaves out the runs of others."""
     put(tmp_path, made_up("maml", 0, TWO), made_up("bomla", 0, TWO, settings="87654321"))
-    assert set(boml.read_records(tmp_path, "87654321")) == {("bomla", 0)}
+    assert set(data_prep.read_records(tmp_path, "87654321")) == {("bomla", 0)}
     assert re.search(r"^left out: \S+/maml-0/record\.jsonl \(", capsys.readouterr().out)
-    assert not boml.read_records(tmp_path, "other")
+    assert not data_prep.read_records(tmp_path, "other")
 
 
 def test_report_is_of_one_setting(tmp_path):
     """Without a command's settings a report is on those that most of the records have."""
     put(tmp_path, made_up("maml", 0, TWO), made_up("bomla", 0, TWO, settings="87654321"), made_up("toe", 0, TWO))
-    assert set(boml.read_records(tmp_path)) == {("maml", 0), ("toe", 0)}
+    assert set(data_prep.read_records(tmp_path)) == {("maml", 0), ("toe", 0)}
 
 
 def test_several_revisions_are_said(tmp_path):
@@ -3136,7 +3164,7 @@ def test_settings_know_the_images(tmp_path):
         elif change == "classes":
             arrays["classes"] = arrays["classes"][::-1]
         np.savez(folder / "cifar_fs.npz", **arrays)
-        found.append(boml.shared_facts(args, [load("cifar_fs", folder, args.cfg)])["settings"])
+        found.append(boml.shared_facts(args, [load("cifar_fs", folder)])["settings"])
     assert len(set(found)) == 5
 
 
@@ -3301,8 +3329,7 @@ def test_readme_next_dataset(tmp_path, monkeypatch, forks, capsys):
         else:
             program, script, *args = command.split()
             assert (program, script) == ("bash", "run.sh")
-            program = data_prep if args[0] == "classify" else boml
-            program.main(args + tiny * (args[0] == "run"))  # of two values the later counts
+            data_prep.main(args if args[0] == "classify" else ["launch", *args, *tiny])  # of two values the later counts
     masked = lambda text: {re.sub(r"[\d.]+", "#", line) for line in text.splitlines() if "/" not in line}
     assert len(masked(shown)) > 2 and masked(shown) - {"#"} <= masked(capsys.readouterr().out)  # "#" was "..."
     assert sorted(p.name for p in tmp_path.iterdir()) == ["march", "predictions.csv", "runs"]
@@ -3504,14 +3531,14 @@ def test_bad_input(line, sentence, bad_things, fake_data, monkeypatch, capsys):
     def start(*_):
         raise AssertionError("the runs would have started")
 
-    monkeypatch.setattr(boml, "side_by_side", start)
+    monkeypatch.setattr(data_prep, "side_by_side", start)
     monkeypatch.chdir(bad_things)
     before = sorted(bad_things.rglob("*"))
-    program = data_prep if line[0] in ("report", "classify") else boml
-    if program is boml:
-        line = [*line[:1], "--data", str(fake_data), "--query", "2", "--out", "nowhere", *line[1:]]
+    if line[0] not in ("report", "classify"):
+        cut_off(monkeypatch)
+        line = ["launch", *line[:1], "--data", str(fake_data), "--query", "2", "--out", "nowhere", *line[1:]]
     with pytest.raises(SystemExit) as end:
-        boml.one_sentence(program.main, line)
+        boml.one_sentence(data_prep.main, line)
     *damage, said = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and re.match("boml: .", said) and sentence in said
     assert all(re.fullmatch(r"boml: \S+/checkpoint.pt is damaged \(.*\)\.", other) for other in damage)
@@ -3568,14 +3595,14 @@ def test_bad_data_file(how, fake_data, tmp_path):
     else:
         path.write_bytes(whole[: len(whole) // 2] if how == "truncated" else b"")
     with pytest.raises(boml.Problem, match=r"cifar_fs\.npz is damaged \(.*\); .* bash run\.sh data cifar_fs"):
-        load("cifar_fs", tmp_path, boml.Config())
+        load("cifar_fs", tmp_path)
 
 
 def test_own_folder_joins_a_sequence(fake_data, tmp_path, forks, capsys):
     """A folder of class folders is a dataset by its own name, also of pictures of several kinds."""
     own = own_folder(tmp_path / "my_images", 12)
-    boml.main(["run", "--sequence", f"omniglot,{own}", "--methods", "maml", "--data", str(fake_data),
-               "--out", str(tmp_path / "out"), *SMALL])
+    launch("run", "--sequence", f"omniglot,{own}", "--methods", "maml", "--data", fake_data, "--out", tmp_path / "out",
+           *SMALL)
     text = capsys.readouterr().out
     assert "my_images (own): 5/2/5 classes, 48 images" in text and "run, real and own data" in text
     assert {r["evaluated"] for r in rows_of(tmp_path / "out/run/maml-0/record.jsonl")} == {"omniglot", "my_images"}
@@ -3590,7 +3617,7 @@ def test_own_folder_that_changes_is_refused(change, tmp_path):
     line = ["run", "--sequence", own, "--methods", "maml", "--out", tmp_path / "out", *SMALL, "--shot", 1, "--query", 1]
     work_here(*line)
     change(own)
-    with pytest.raises(boml.Problem, match=r"does not continue \(mine: checksum was \w+, is \w+; .*\); use another --out"):
+    with pytest.raises(boml.Problem, match=r"settings \(mine's checksum was '\w+', is '\w+'\); .* use another --out"):
         work_here(*line)
 
 
@@ -3616,7 +3643,7 @@ def test_photos_are_seen_as_people_see_them(tmp_path, capsys):
     Image.new("RGBA", (9, 9), (0, 0, 0, 0)).save(tmp_path / "class 0/1.png")
     for n in "12":
         (tmp_path / f"class 0/{n}.HEIC").touch()
-    x, _, _ = boml.read_classes(tmp_path, 1)
+    x, _, _ = data_prep.read_classes(tmp_path, 1)
     assert_close(x[0], np.asarray(shade.resize((28, 28), Image.Resampling.BILINEAR)), atol=1)
     assert len(x) == 2 and (x[1] == 255).all()
     assert ": .HEIC: 2 file(s) skipped, Pillow cannot read them" in capsys.readouterr().out
@@ -3666,7 +3693,7 @@ RAW = HERE.parent / "shared" / "raw"  # real archives, used where they are there
 def test_interrupt_during_the_imports(program, tmp_path):
     """Ctrl-C while the programs still import ends them without a traceback."""
     (tmp_path / "numpy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)\n")
-    line = [sys.executable, HERE / program, "for", "triathlon"]
+    line = [sys.executable, HERE / program, "launch", "triathlon"]
     done = subprocess.run(line, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == -signal.SIGINT and done.stderr == ""
 
@@ -3701,7 +3728,7 @@ def command(*args, program="data_prep.py"):
 
 
 @pytest.mark.parametrize("args", [
-    ["imagenet"], ["--colour"], ["--raw", "/nowhere"], ["for", "triathlon", "--way", "1"]])
+    ["imagenet"], ["--colour"], ["--raw", "/nowhere"], ["launch", "triathlon", "--way", "1"]])
 def test_problem_of_preparation_is_one_line_and_status_2(args):
     """The person sees one sentence and no traceback, and the exit status is 2."""
     code, text, errors = command(*args)
@@ -4138,7 +4165,7 @@ def test_packed_file_need_not_be_sorted(labels, tmp_path):
     """Whatever the order of the images in a packed file, each class has its own."""
     images = np.arange(6, dtype=np.uint8)[:, None, None].repeat(28, 1).repeat(28, 2)
     (tmp_path / "cifar_fs.npz").write_bytes(packed(images=images, labels=labels))
-    data = load("cifar_fs", tmp_path, boml.Config())
+    data = load("cifar_fs", tmp_path)
     for c, rows in enumerate(data.rows):
         assert data.images[rows[rows >= 0], 0, 0, 0].tolist() == np.flatnonzero(labels == c).tolist()
 
@@ -4184,12 +4211,12 @@ def test_hostile_checkpoint_and_a_fresh_start(case, tmp_path, monkeypatch):
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(["methods", "seeds", "sequence", "schedule", "device", "jobs", "data", *boml.PER_DATASET] + [
+@given(st.sampled_from(["methods", "seeds", "sequence", "schedule", "device", "data", *boml.PER_DATASET] + [
     f.name for f in dataclasses.fields(boml.Config) if f.type is not bool]), st.text(max_size=12))
 def test_any_text_as_an_option(option, text):
     """Whatever stands after an option, the answer is a configuration or one sentence."""
     try:
-        boml.parse(["triathlon", f"--{option.replace('_', '-')}={text}"])
+        runs_of("triathlon", f"--{option.replace('_', '-')}={text}")
     except boml.Problem as problem:
         assert str(problem).strip()
 
@@ -4205,7 +4232,7 @@ def test_any_text_as_an_option(option, text):
 def test_real_archive(name, images, classes, tmp_path):
     """The real archives pack to their known counts, and load with the paper's split."""
     data_prep.make(name, RAW, tmp_path)
-    data = load(name, tmp_path, boml.Config())
+    data = load(name, tmp_path)
     turns = 4 if name == "omniglot" else 1
     assert data.kind == "real" and len(data.images) == turns * images
     assert tuple(len(data.splits[s]) for s in boml.SPLITS) == tuple(turns * n for n in classes)
@@ -4319,13 +4346,20 @@ def npz_in(folder):
     return sorted(path.stem for path in folder.glob("*.npz"))
 
 
+def prepare_for(*argv):
+    """The names of the datasets that run.sh gives to the runs of a command line, once it has prepared them."""
+    with tempfile.TemporaryDirectory() as folder:
+        (args, _), = data_prep.prepare_runs([["--method=maml", *map(str, argv)]], Path(folder))
+    return [name for name, _ in args.sequence]
+
+
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory):
-    """A folder for which `data_prep.py for triathlon` could download nothing."""
+    """A folder with what run.sh makes for the triathlon where nothing can be downloaded."""
     folder = tmp_path_factory.mktemp("stand_ins") / "data"
     with pytest.MonkeyPatch.context() as patch:
         cut_off(patch)
-        data_prep.main(["for", "triathlon", "--data", str(folder)])
+        prepare_for("triathlon", "--data", folder)
     return folder
 
 
@@ -4356,29 +4390,23 @@ def test_stand_ins_are_as_drawn(stand_ins):
     assert np.array_equal(images, drawn) and labels.tolist() == list(classes)
 
 
-def sequence_of(*argv):
-    """The datasets that a command line loads."""
-    args = boml.parse([*argv])
-    return boml.load_sequence(args, args.todo[0])
-
-
-def test_stand_ins_are_taken(stand_ins):
-    """With --generated the experiment takes the stand-ins, under their own names and labelled as generated."""
-    sequence = sequence_of("triathlon", "--data", str(stand_ins), "--generated")
-    assert [(d.name, d.kind) for d in sequence] == [(name, "generated") for name in TRIATHLON]
+def test_stand_ins_are_taken(stand_ins, monkeypatch):
+    """Where no dataset can be had, run.sh gives the stand-ins to the runs, under their own names."""
+    cut_off(monkeypatch)
+    assert prepare_for("triathlon", "--data", stand_ins) == TRIATHLON
 
 
 def test_stand_ins_are_not_taken_unasked(stand_ins):
-    """Without --generated a missing dataset is an error, though its stand-in is there."""
+    """boml.py alone takes no stand-in, though it is there: a missing dataset is an error."""
     with pytest.raises(boml.Problem, match="omniglot.npz is not there"):
-        sequence_of("triathlon", "--data", str(stand_ins))
+        boml.load_sequence(boml.parse(["triathlon", "--data", str(stand_ins)]))
 
 
-def test_mistyped_folder_names_both_ways_out(tmp_path):
-    """A mistyped --data is an error that names the file, how to make it, and what can stand in for it."""
+def test_mistyped_folder_names_the_way_out(tmp_path):
+    """A mistyped --data is an error of boml.py that names the file and how to make it."""
     with pytest.raises(boml.Problem) as problem:
         boml.main(["triathlon", "--data", str(tmp_path / "daat")])
-    for part in (f"{tmp_path / 'daat'}/omniglot.npz", "bash run.sh data omniglot", "--generated"):
+    for part in (f"{tmp_path / 'daat'}/omniglot.npz", "bash run.sh data omniglot"):
         assert part in str(problem.value)
     assert "\n" not in str(problem.value) and not (tmp_path / "daat").exists()
 
@@ -4389,7 +4417,7 @@ def test_what_is_there_is_not_made_again(stand_ins, tmp_path, monkeypatch, capsy
     cut_off(monkeypatch)
     state = lambda: [(path, path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*.npz"))]
     before = state()
-    data_prep.main(["for", "triathlon", "--data", str(tmp_path / "data")])
+    prepare_for("triathlon", "--data", tmp_path / "data")
     assert before == state()
     assert re.findall(r"(generated_\w+) .* ready", capsys.readouterr().out) == TRIATHLON
 
@@ -4408,25 +4436,35 @@ def serve_cifar(server, folder, patch):
 def test_what_can_be_downloaded_is_real(server, tmp_path, monkeypatch):
     """Of a sequence each dataset that can be downloaded is made from its archive, and only the others are drawn."""
     serve_cifar(server, tmp_path, monkeypatch)
-    data_prep.main(["for", "run", "--sequence", "cifar_fs,aircraft", "--data", str(tmp_path)])
+    prepare_for("run", "--sequence", "cifar_fs,aircraft", "--data", tmp_path)
     assert npz_in(tmp_path) == ["cifar_fs", "generated_aeroplanes"]
     assert boml.read_npz(tmp_path / "cifar_fs.npz")[4].tolist() == ["real", "downloaded"]
 
 
 def test_real_dataset_goes_before_its_stand_in(server, tmp_path, monkeypatch):
-    """With --generated a dataset that is there is taken itself, even beside its stand-in."""
+    """A dataset that is there is taken itself, even beside its stand-in."""
     serve_cifar(server, tmp_path, monkeypatch)
-    data_prep.main(["for", "run", "--sequence", "cifar_fs,generated_textures", "--data", str(tmp_path)])
-    args = boml.parse(["run", "--sequence", "cifar_fs,generated_textures", "--data", str(tmp_path), "--generated"])
-    assert [name for name, _ in args.sequence] == ["cifar_fs", "generated_textures"]
+    names = prepare_for("run", "--sequence", "cifar_fs,generated_textures", "--data", tmp_path)
+    assert names == ["cifar_fs", "generated_textures"]
 
 
-def test_own_folder_needs_no_preparation(tmp_path, monkeypatch):
-    """A folder of one's own in the sequence is left alone."""
+def test_learned_dataset_needs_no_stand_in(fake_data, tmp_path, monkeypatch):
+    """A dataset that the run has learned and that is gone keeps its name: nothing stands in for it."""
     cut_off(monkeypatch)
-    (tmp_path / "mine").mkdir()
-    data_prep.main(["for", "run", "--sequence", str(tmp_path / "mine"), "--data", str(tmp_path / "data")])
-    assert not (tmp_path / "data").exists()
+    shutil.copytree(fake_data, tmp_path / "data")
+    line = ["run", "--data", tmp_path / "data", *SMALL, "--out", tmp_path]
+    work_here(*line, "--sequence", "omniglot", "--methods", "maml")
+    (tmp_path / "data/omniglot.npz").unlink()
+    assert prepare_for(*line, "--sequence", "omniglot,mini_quickdraw") == ["omniglot", "mini_quickdraw"]
+
+
+def test_own_folder_is_copied_for_its_runs_only(tmp_path, forks):
+    """A folder of one's own is packed for the time of the runs; afterwards no copy of its images is left."""
+    own_folder(tmp_path / "mine", 12)
+    before = set(Path(tempfile.gettempdir()).glob("boml-*"))
+    launch("run", "--sequence", tmp_path / "mine", "--methods", "maml", *SMALL, "--out", tmp_path / "out")
+    assert (tmp_path / "out/run/maml-0/record.jsonl").read_text()
+    assert set(Path(tempfile.gettempdir()).glob("boml-*")) == before and not list(tmp_path.rglob("*.npz"))
 
 
 @pytest.mark.parametrize("name", sorted({name for e in boml.EXPERIMENTS.values() for name in e.sequence}))
@@ -4685,7 +4723,7 @@ def read_ends(before, after, folder):
     fields, data = {f.name for f in dataclasses.fields(boml.Config)}, []
     cfg = boml.Config(**{n: v for n, v in ends[0][2].items() if n in fields})
     for facts in states[1]["learned"][:2]:
-        own = load(facts["name"], folder, cfg)
+        own = load(facts["name"], folder)
         boml.need(own.checksum == facts["checksum"], f"{folder} has other images of {own.name} than the run had.")
         data.append(own._replace(setting=own.setting._replace(**{n: facts[n] for n in boml.PER_DATASET})))
     return cfg, data, states
@@ -5073,10 +5111,10 @@ def bench_memory(name, which):
 
 def bench_processes(processes, data):
     """Seconds of a short run by one process with two threads, or under torchrun by two with one each."""
-    alone = "import boml, sys; args = boml.parse(sys.argv[1:]); boml.work(args, args.todo[0], lambda share: False)"
+    alone = "import boml, sys; args = boml.parse(sys.argv[1:]); boml.work(args, lambda share: False)"
     start = ["-c", alone] if processes == 1 else [
         "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(boml.HERE / "boml.py")]
-    line = ("run --sequence generated_textures --methods maml --iterations 10 --meta-batch 8 --eval-tasks 2 "
+    line = ("run --sequence generated_textures --method maml --iterations 10 --meta-batch 8 --eval-tasks 2 "
             "--schedule cpu --device cpu").split()
     with tempfile.TemporaryDirectory() as out:
         env = os.environ | {"OMP_NUM_THREADS": str(2 // processes), "PYTHONPATH": str(boml.HERE)}
