@@ -210,7 +210,8 @@ def read_npz(path: Path) -> list:
         images, labels, classes, split, origin = arrays
         need(images.dtype == np.uint8 and images.shape[1:] in ((28, 28), (28, 28, 3))
              and labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
-             and classes.shape == split.shape == (len(set(classes.tolist())),) and len(origin)
+             and classes.shape == split.shape == (len(set(classes.tolist())),)
+             and len(classes) > 0 < len(origin)
              and np.array_equal(np.unique(labels), np.arange(len(classes)))
              and set(split.tolist()) <= set(SPLITS), "its arrays do not fit together")
         return arrays
@@ -1158,9 +1159,6 @@ class Run:
             moments["step"] = moments["step"].cpu()  # where Adam reads it without waiting
 
     def begin_at(self, state):
-        shapes = [{n: v.shape for n, v in p.items()} for p in (self.theta, state["theta"])]
-        need(shapes[0] == shapes[1], f"{self.job.name} cannot begin with a network of another size; "
-             "use its --way, --channels and --filters.")
         self.theta = state["theta"]
         self.posterior.load(state["posterior"])
 
@@ -1358,8 +1356,8 @@ def load_sequence(args, device="cpu"):
             need(METHODS[job.method].source is from_newest, f"{job.method} trains on all datasets, "
                  f"and {data.name} is gone; leave {job.method} out.")
         else:
-            need(name in DATASETS or path.exists(), f"{name!r} is none of {', '.join(DATASETS)}, "
-                 "nor a folder; name one.")
+            need(name in DATASETS or path.exists(), f"{name!r} is neither one of "
+                 f"{', '.join(DATASETS)} nor, for run.sh, a folder.")
             data = load_dataset(path, setting, device)
             check_dataset(data, job.cfg)
         need(data.name not in [d.name for d in sequence], f"two datasets are named {data.name}; "
@@ -1374,10 +1372,13 @@ def starting_point(args):
     another = folder and folder.resolve() != own.resolve()
     if not folder or another and not args.fresh and any(checkpoints(own)):
         return None
-    _, state = next(checkpoints(folder, args.device), (None, None))
-    need(another and state and state["settings"].get("method") == args.method
-         and state["iteration"] == 0, f"--start-from {folder} is not the folder of another run of "
-         f"{args.method} that has come to the end of a dataset; name one.")
+    _, state = next(checkpoints(folder, args.device), (None, {"settings": {}, "iteration": 0}))
+    wanted = dataclasses.asdict(args.job.cfg) | {"method": args.method}
+    same = [state["settings"].get(key) == wanted[key]
+            for key in ("method", "way", "channels", "filters")]
+    need(another and all(same) and state["iteration"] == 0, f"--start-from {folder} is not the "
+         f"folder of another run of {args.method} with the same --way, --channels and --filters "
+         "that has come to the end of a dataset; name one.")
     return state
 
 
@@ -1452,11 +1453,11 @@ def main(argv):
         os._exit(0)  # skips Python's clean-up, where torch sometimes aborts
 
 
-DISK_FAILED = 3  # exit status
+DISK_FAILED = 3  # exit status of a run; no other is started then
 
 
 def one_sentence(function, *args):
-    """A mistake of the user or the machine ends in one sentence and status 2 or 3."""
+    """A mistake of the user or the machine ends in one sentence and status 2."""
     for output in (sys.stdout, sys.stderr):
         output.reconfigure(errors="backslashreplace")  # names the terminal cannot show
     try:
@@ -1467,7 +1468,7 @@ def one_sentence(function, *args):
         if isinstance(problem, (MemoryError, RuntimeError)):
             problem = f"not enough memory ({brief(problem)}); lower --meta-batch or --eval-tasks."
         print(f"boml: {problem}", file=sys.stderr)
-        sys.exit(DISK_FAILED if isinstance(problem, OSError) else 2)
+        sys.exit(DISK_FAILED if isinstance(problem, OSError) and function is main else 2)
     except KeyboardInterrupt:
         print("\nboml: stopped; the same command goes on from here.", file=sys.stderr)
         sys.exit(130)

@@ -718,14 +718,16 @@ def prepare_runs(lines: list[list[str]], folder: Path) -> list:
     todo = [boml.parse(line) for line in lines]
     need(len({args.job.name for args in todo}) == len(todo),
          "--methods, --seeds or --past-weight repeats one; give each once.")
+    data, cfg = todo[0].data, todo[0].job.cfg
+    need(data.is_dir() or not data.exists(), f"--data {data} is not a folder; name another.")
     learned, names = {name for args in todo for name in boml.learned(args)}, []
     for name, _ in todo[0].sequence:
         stand_in = boml.DATASETS.get(name, boml.OWN).stand_in
-        if name in boml.DATASETS and name not in learned and not prepare(name, None, todo[0].data):
-            prepare(stand_in, None, todo[0].data)
+        if name in boml.DATASETS and name not in learned and not prepare(name, None, data):
+            prepare(stand_in, None, data)
             name = stand_in
-        elif name not in boml.DATASETS and Path(name).is_dir():
-            name = str(pack_folder(Path(name), todo[0].job.cfg, folder))
+        elif name and name not in boml.DATASETS and Path(name).is_dir():
+            name = str(pack_folder(Path(name), cfg, folder))
         names.append(name)
     lines = [[*line, f"--sequence={','.join(names)}"] for line in lines]
     return [(boml.parse(line), line) for line in lines]
