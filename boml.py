@@ -89,7 +89,7 @@ def option(default, text: str, low=None, choices=None):
 
 @dataclass(frozen=True)
 class Config:
-    """The defaults are the paper's (Table 1), except where a help text names the paper's value."""
+    """The defaults are the paper's (Table 1), unless a help text gives the paper's value."""
 
     way: int = option(5, "N, classes per task", 2)
     shot: int = option(1, "K, support images per class")
@@ -569,8 +569,7 @@ class Posterior:
         return [dict(params=theta.values(), lr=self.cfg.outer_rate)]
 
     def gradient(self, theta: Params, batch, alpha, k, rngs):
-        """The likelihoods, summed over tasks, and their gradient in all parameters. `rngs` has a
-        generator for each task."""
+        """The likelihoods, summed over tasks, and their gradient; rngs: a generator per task."""
         return meta_gradient(theta, batch, alpha, k, self.support_weight)
 
     def penalty(self, theta: Params):
@@ -701,7 +700,7 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
     The mean over tasks is of A, A_q, G, G_q, as in the authors' code, or of AA_q, ... (Eq. 28). A
     batch is x_s, y_s, x_q, y_q, and u_s, u_q for fisher_blocks.
     """
-    products, tasks, support_sums, query_sums = cfg.averaging == "products", 0, {}, {}
+    products, tasks, support_sums, query_sums, blocks = cfg.averaging == "products", 0, {}, {}, {}
 
     def add(sums, name, block):
         sums[name] = [x + f.sum(0) for x, f in zip(sums.get(name, [0.0] * len(block)), block)]
@@ -717,10 +716,10 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
             add(query_sums, name, sandwich(s, q, a) if products else q)
             add(support_sums, name, s)
         tasks += len(x_s)
-    tasks, blocks = sum_over_ranks([x_s.new_tensor(tasks)])[0], {}
+    tasks = sum_over_ranks([x_s.new_tensor(tasks)])[0]
     for name in support_sums:
-        s = tuple(f / tasks for f in sum_over_ranks(support_sums[name]))
-        q = tuple(f / tasks for f in sum_over_ranks(query_sums[name]))
+        s, q = (tuple(f / tasks for f in sum_over_ranks(sums[name]))
+                for sums in (support_sums, query_sums))
         blocks[name] = q if products else sandwich(s, q, a)
         if cfg.support_hessian:
             blocks[name] = add_blocks(blocks[name], s if len(s) == 1 else tuple(f[None] for f in s))
@@ -1073,11 +1072,11 @@ class Run:
         self.sequence, self.judges = sequence, judges  # datasets to learn and to evaluate on
         self.progress = progress  # takes the fraction done; returns True to stop
         self.method, self.learned = METHODS[job.method], [facts_of(d) for d in sequence]
-        who = dict(method=job.method, variant=job.variant, seed=job.seed,
-                   experiment=facts["experiment"], start_from=facts["start_from"])
+        who = dict(method=job.method, variant=job.variant, seed=job.seed)
         # facts are in every row of the record; settings must stay the same in a resumed run
         self.facts = facts | who | dict(datasets=[d.name for d in judges], stages=len(sequence))
         self.settings = who | dataclasses.asdict(job.cfg)
+        self.settings |= {key: facts[key] for key in ("experiment", "start_from")}
         J = [d.setting.iterations for d in sequence]  # of each stage
         self.iterations = list(itertools.accumulate(J)) if self.method.from_scratch else J
         self.theta = self.initial(0)
@@ -1120,8 +1119,7 @@ class Run:
             finite = all(v.isfinite().all() for v in (loss, *self.theta.values()))
             need(finite, f"the loss of {self.job.name} became {loss.item()} on {data.name} by "
                  f"iteration {i}; try a smaller --outer-rate.")
-            where = dict(stage=t + 1, iteration=i, iterations=J)
-            where["newest"] = data.setting.iterations  # J, but for Train-On-Everything
+            where = dict(stage=t + 1, iteration=i, iterations=J, newest=data.setting.iterations)
             for judge in (d for d in self.judges if due and d.images is not None):
                 scores = evaluate(self.theta, self.posterior, judge, self.cfg, self.job.seed)
                 where |= dict(evaluated=judge.name, seconds=round(time.time() - self.clock, 1))
@@ -1319,9 +1317,10 @@ def parse(argv):
     if args.schedule == "cpu" and len(experiment.cpu.get("iterations", ())) in (1, len(datasets)):
         values |= experiment.cpu
     usual = experiment.past_weight.get(args.method, Config.past_weight)
-    values |= {"past_weight": usual} | {key: value for key, value in vars(args).items()
-               if value is not None and (key in PER_DATASET or hasattr(Config, key))}
-    settings = [DATASETS.get(Path(name).stem, OWN) for name in datasets]
+    given = {key: value for key, value in vars(args).items() if value is not None}
+    values |= {"past_weight": usual} | {key: value for key, value in given.items()
+                                        if key in PER_DATASET or hasattr(Config, key)}
+    settings = [DATASETS.get(name, OWN) for name in datasets]
     for key in PER_DATASET:
         given = values.pop(key, [getattr(setting, key) for setting in settings])
         need(len(given) in (1, len(datasets)), f"{flag(key)} has {len(given)} values for "
@@ -1332,6 +1331,7 @@ def parse(argv):
     args.sequence, cfg = list(zip(datasets, settings)), Config(**values)
     own_lambda = "" if cfg.past_weight == usual else f"@{cfg.past_weight:g}"
     args.job = Job(args.method, args.method + own_lambda, args.seed, cfg)
+    args.folder = args.out / args.command / args.job.name
     need(not args.start_from or not METHODS[args.method].from_scratch, f"--start-from is not for "
          f"{args.method}, whose stages start from scratch; leave one out.")
     return args
@@ -1339,7 +1339,7 @@ def parse(argv):
 
 def learned(args) -> dict[str, dict]:
     """What identifies the datasets that the run has learned, by their names."""
-    _, state = next(checkpoints(args.out / args.command / args.job.name), (None, None))
+    _, state = next(checkpoints(args.folder), (None, None))
     facts = state["learned"][: state["stage"]] if state and not args.fresh else []
     return {each["name"]: each for each in facts}
 
@@ -1368,9 +1368,9 @@ def load_sequence(args, device="cpu"):
 
 def starting_point(args):
     """The state that --start-from names, unless the run has begun already."""
-    folder, own = args.start_from, args.out / args.command / args.job.name
-    another = folder and folder.resolve() != own.resolve()
-    if not folder or another and not args.fresh and any(checkpoints(own)):
+    folder = args.start_from
+    another = folder and folder.resolve() != args.folder.resolve()
+    if not folder or another and not args.fresh and any(checkpoints(args.folder)):
         return None
     _, state = next(checkpoints(folder, args.device), (None, {"settings": {}, "iteration": 0}))
     wanted = dataclasses.asdict(args.job.cfg) | {"method": args.method}
@@ -1427,14 +1427,14 @@ def reporter(name):
 def work(args, progress) -> bool:
     """The run; False if it was stopped."""
     sequence = judges = load_sequence(args, args.device)
-    facts, out, job = shared_facts(args, sequence), args.out / args.command / args.job.name, args.job
+    facts, job = shared_facts(args, sequence), args.job
     if args.command == "omniglot":
         sequence, *judges = task_sequence(sequence[0], job.cfg, job.seed)
-    run = Run(job, sequence, judges, facts, out, progress, args.device)
-    with lock(out) if RANK == 0 else contextlib.nullcontext():
+    run = Run(job, sequence, judges, facts, args.folder, progress, args.device)
+    with lock(args.folder) if RANK == 0 else contextlib.nullcontext():
         run.resume(args.fresh, starting_point(args))
         ended = run.go()
-    print(f"{job.name}: {facts['data']} data, {args.schedule} schedule; {out}/record.jsonl")
+    print(f"{job.name}: {facts['data']} data, {args.schedule} schedule; {args.folder}")
     for judge in judges:
         ends = [f"{100 * row['accuracy']:.1f}" for row in run.rows
                 if row["evaluated"] == judge.name and row["iteration"] == row["iterations"]]
