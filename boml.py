@@ -23,8 +23,8 @@ Problems", ICML 2021, in one module to read from top to bottom with the paper at
     Tables 1 to 3        Config, DATASETS, EXPERIMENTS
 
 The method ends with Run.go. DIFFERS marks what is unlike the paper or the authors' code.
-`bash run.sh triathlon` prepares the data, starts this file and reports, all by data_prep.py;
-`python boml.py triathlon` does it alone if data/ is there.
+`bash run.sh triathlon` prepares the data, runs all methods and reports, by data_prep.py;
+`python boml.py triathlon --method bomla` is one run, if data/ is there.
 
 Symbols: a task has N classes ("way"), each with K support and Q query images ("shot", "query").
 A meta-batch has M tasks; a stage, the training on one dataset, has J iterations. alpha is the
@@ -101,7 +101,7 @@ class Config:
     eval_tasks: int = option(100, "tasks per evaluation of a dataset")
     eval_every: int = option(500, "iterations between evaluations")
     split: str = option("test", "classes to evaluate on", choices=("test", "val"))
-    past_weight: float = option(100.0, "lambda, one or several, if not the experiment's", 1e-9)
+    past_weight: float = option(100.0, "lambda, if not the experiment's", 1e-9)
     hessian_tasks: int = option(5000, "tasks for a dataset's curvature (BomLA)")
     averaging: str = option("averages", "product of averages over tasks, or average of products as "
                             "in the paper (BomLA)", choices=("averages", "products"))
@@ -112,7 +112,8 @@ class Config:
     support_hessian: bool = option(False, "add the support loss's curvature (BomLA)")
     mc_samples: int = option(20, "S, Monte Carlo samples (BomVI)")
     initial_logvar: float = option(-10.0, "initial log-variance; the paper has -5 (BomVI)", -99)
-    first_variance: float = option(1.0, "variance of the first prior (BomVI)", 1e-9)
+    first_variance: float = option(1.0, "variance of the first prior; the authors': the initial "
+                                   "one (BomVI)", 1e-9)
     logvar_rate: float = option(0.001, "learning rate of the log-variances (BomVI)")
     kl_weight: float | str = option("authors", "weight of the KL: paper, 1/(N Q); authors, "
                                     "1/48000; or a number (BomVI)")
@@ -211,7 +212,7 @@ def read_npz(path: Path) -> list:
         need(images.dtype == np.uint8 and images.shape[1:] in ((28, 28), (28, 28, 3))
              and labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
              and classes.shape == split.shape == (len(set(classes.tolist())),)
-             and len(classes) > 0 < len(origin)
+             and len(classes) and len(origin)
              and np.array_equal(np.unique(labels), np.arange(len(classes)))
              and set(split.tolist()) <= set(SPLITS), "its arrays do not fit together")
         return arrays
@@ -532,7 +533,7 @@ def sum_over_ranks(values: list[Tensor]) -> list[Tensor]:
 
 
 def from_first_rank(content: bytes, device) -> bytes:
-    """The first rank's content, as bytes, not a pickle: the ranks need not share a disk."""
+    """The first rank's content: the ranks need not share a disk. Not sent as a pickle."""
     if RANKS == 1:
         return content
     size = torch.tensor([len(content)], device=device)
@@ -560,6 +561,7 @@ class Posterior:
     """What a method carries from dataset to dataset beside theta: nothing, for MAML and its kin."""
 
     decays = True  # the outer rate follows the dataset's schedule
+    carries = ()  # the attributes that a checkpoint holds
 
     def __init__(self, cfg: Config, theta: Params):
         self.cfg, self.support_weight = cfg, 0.0  # Eq. 2 has no support term
@@ -580,15 +582,15 @@ class Posterior:
         """The update at the end of a dataset's stage."""
 
     def predict(self, adapted: Params, x: Tensor, rngs) -> dict[str, Tensor]:
-        """Log-probabilities (T, B, N), by the prefix of their scores in the record."""
+        """Log-probabilities (T, B, N), by a prefix for the names of their scores."""
         return {"": network(adapted, x).log_softmax(-1)}
 
     def state(self) -> dict:
-        """What a checkpoint holds of the posterior; `load` takes it back."""
-        return {}
+        return {name: getattr(self, name) for name in self.carries}
 
     def load(self, state: dict):
-        pass
+        for name in self.carries:
+            setattr(self, name, state[name])
 
 
 # ------------------------------------------------------------------------------------------ Laplace
@@ -599,7 +601,8 @@ class Posterior:
 #   linear  D (N, features + 1), the bias last
 #   norm    D (C, 2), scale and shift; the block is not a product but (C, 2, 2), one per channel
 
-Block = tuple[Tensor, ...]  # (A, G), with a leading axis where pairs are summed; or (blocks,)
+# (A, G), maybe stacked over tasks or over the pairs of a sum; of a norm layer one tensor.
+Block = tuple[Tensor, ...]
 
 
 def filled(p: Params, value: float) -> Params:
@@ -647,8 +650,8 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> 
 
     Labels are the model's own, never the data's: one draw, by uniform numbers u (T, B); or `exact`,
     the expectation, by N gradients sqrt(p_c) (p - e_c), whose outer products sum to diag(p) - pp'.
-    Batch norm's gradients are summed over images: independent draws, or signs by u, make the cross
-    terms vanish in expectation.
+    Batch norm's gradients are summed over images before they are squared: independent labels, or
+    random signs, cancel the cross terms on average.
     """
     seen = {}
 
@@ -700,10 +703,12 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
     The mean over tasks is of A, A_q, G, G_q, as in the authors' code, or of AA_q, ... (Eq. 28). A
     batch is x_s, y_s, x_q, y_q, and u_s, u_q for fisher_blocks.
     """
-    products, tasks, support_sums, query_sums, blocks = cfg.averaging == "products", 0, {}, {}, {}
+    products, tasks = cfg.averaging == "products", 0
+    support_sums, query_sums, blocks = {}, {}, {}
 
     def add(sums, name, block):
-        sums[name] = [x + f.sum(0) for x, f in zip(sums.get(name, [0.0] * len(block)), block)]
+        old = sums.get(name, [0.0] * len(block))
+        sums[name] = [total + f.sum(0) for total, f in zip(old, block)]
 
     for x_s, y_s, x_q, _, u_s, u_q in batches:
         start = leaves(spread(theta, len(x_s)))
@@ -721,7 +726,8 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
         s, q = (tuple(f / tasks for f in sum_over_ranks(sums[name]))
                 for sums in (support_sums, query_sums))
         blocks[name] = q if products else sandwich(s, q, a)
-        if cfg.support_hessian:
+        if cfg.support_hessian:  # weighed as the support loss is
+            s = (*s[:-1], s[-1] * cfg.shot / cfg.query)
             blocks[name] = add_blocks(blocks[name], s if len(s) == 1 else tuple(f[None] for f in s))
     return blocks
 
@@ -738,8 +744,8 @@ def merge(block: Block, rank: int) -> Block:
     rank = min(rank, *(f[0].numel() for f in block))
     A, G = (f.flatten(1).T.double() for f in block)  # (P*P, r), (O*O, r)
     (Q_a, R_a), (Q_g, R_g) = torch.linalg.qr(A), torch.linalg.qr(G)
-    U, S, V = torch.linalg.svd(R_a @ R_g.T)
-    A, G = Q_a @ U[:, :rank], Q_g @ (V.T[:, :rank] * S[:rank])
+    U, S, Vh = torch.linalg.svd(R_a @ R_g.T)
+    A, G = Q_a @ U[:, :rank], Q_g @ (Vh[:rank].T * S[:rank])
     trace = A[:: block[0].shape[-1] + 1].sum(0)
     sign = torch.where(trace < 0, -1.0, 1.0)  # both factors positive, not both negative
     pairs = [(f * sign).T.reshape(rank, *x.shape[1:]) for f, x in zip((A, G), block)]
@@ -755,6 +761,8 @@ def times(block: Block, D: Tensor) -> Tensor:
 
 class Laplace(Posterior):
     """BomLA: mean mu_t and precision Lambda_t = lambda H_t + Lambda_{t-1} (Eq. 29)."""
+
+    carries = ("mean", "blocks")
 
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
@@ -794,12 +802,6 @@ class Laplace(Posterior):
             block = add_blocks(self.blocks[name], block) if name in self.blocks else block
             self.blocks[name] = merge(block, cfg.merge_rank)
 
-    def state(self):
-        return dict(mean=self.mean, blocks=self.blocks)
-
-    def load(self, state):
-        self.mean, self.blocks = state["mean"], state["blocks"]
-
 
 # -------------------------------------------------------------------------------------- Variational
 # BomVI: theta ~ N(mean, diag(variance)); the mean is what is called theta elsewhere. By local
@@ -834,16 +836,13 @@ def noisy_layer(variance: Params, noise: Tensor):
     return noisy
 
 
-def room_for_noise(p: Params, x: Tensor) -> Tensor:
-    """Memory (T, n) for the noise of a pass over x (T, B, ...): for each image a number for each
-    conv output, scale, shift and logit."""
+def draw_noise(p: Params, x: Tensor, rngs: list) -> Tensor:
+    """Noise (T, n) for a pass over x (T, B, ...), by a generator for each task, so that it does not
+    depend on how tasks are grouped: for each image a number for each conv output, scale, shift and
+    logit."""
     filters, way = p["norm1.bias"].shape[-1], p["linear.bias"].shape[-1]
     each = filters * sum(side**2 + 2 for side in (28, 14, 7, 3)) + way
-    return x.new_empty(len(x), x.shape[1] * each)
-
-
-def fill(noise: Tensor, rngs: list) -> Tensor:
-    """New noise, by a generator for each task."""
+    noise = x.new_empty(len(x), x.shape[1] * each)
     for part, rng in zip(noise, rngs):
         part.normal_(generator=rng)
     return noise
@@ -859,6 +858,7 @@ class Variational(Posterior):
     """BomVI, Algorithm 2: Adam trains mean (theta) and log-variance, which are the next prior."""
 
     decays = False  # Table 2
+    carries = ("logvar", "prior_mean", "prior_logvar")
 
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
@@ -885,9 +885,9 @@ class Variational(Posterior):
         mean, variance = (leaves({n: v.contiguous() for n, v in p.items()})
                           for p in (mean, spread(shared, len(x))))
         params, S = [*mean.values(), *variance.values()], self.cfg.mc_samples
-        total, sums, noise = 0.0, (), room_for_noise(mean, x)
+        total, sums = 0.0, ()
         for _ in range(S):
-            logits = network(mean, x, noisy_layer(variance, fill(noise, rngs)))
+            logits = network(mean, x, noisy_layer(variance, draw_noise(mean, x, rngs)))
             loss = cross_entropy(logits, y).sum() / S
             grads = torch.autograd.grad(loss, params)
             sums = torch._foreach_add(sums, grads) if sums else grads  # one kernel for all
@@ -908,7 +908,8 @@ class Variational(Posterior):
         cotangents = [torch.cat(g) for g in zip(*in_adapted)]
         grads = torch.autograd.grad(adapted.values(), theta.values(), cotangents)
         grads = [g + weight * s.sum(0) for g, s in zip(grads, in_mean)]
-        grads += [sum(g) + weight * s for *g, s in zip(*in_logvar, in_logvar_s)]
+        in_logvar = map(sum, zip(*in_logvar))
+        grads += [q + weight * s for q, s in zip(in_logvar, in_logvar_s)]
         return sum(losses) + weight * support_loss, grads
 
     def penalty(self, theta):
@@ -925,18 +926,12 @@ class Variational(Posterior):
 
     def predict(self, adapted, x, rngs):
         """At the adapted mean, as the authors do; and the mean probability of S samples."""
-        variance, noise = spread(self.variance(), len(x)), room_for_noise(adapted, x)
-        samples = [network(adapted, x, noisy_layer(variance, fill(noise, rngs))).log_softmax(-1)
-                   for _ in range(self.cfg.mc_samples)]
+        variance, samples = spread(self.variance(), len(x)), []
+        for _ in range(self.cfg.mc_samples):
+            noisy = noisy_layer(variance, draw_noise(adapted, x, rngs))
+            samples.append(network(adapted, x, noisy).log_softmax(-1))
         sampled = torch.stack(samples).logsumexp(0) - math.log(len(samples))
         return super().predict(adapted, x, rngs) | {"sampled_": sampled}
-
-    def state(self):
-        return dict(logvar=self.logvar, prior_mean=self.prior_mean, prior_logvar=self.prior_logvar)
-
-    def load(self, state):
-        self.logvar = state["logvar"]
-        self.prior_mean, self.prior_logvar = state["prior_mean"], state["prior_logvar"]
 
 
 # ------------------------------------------------------------------------------------------ Methods
@@ -963,13 +958,11 @@ def from_all(arrived, i, cfg, seed):
 def from_buffer(arrived, i, cfg, seed):
     """Follow-The-Meta-Leader: uniformly from a buffer of J M tasks of each dataset so far. It is
     not stored: a task is a function of its number."""
-    sizes, batch = [d.setting.iterations * cfg.meta_batch for d in arrived], []
-    rng = stream("cpu", seed, "plan", len(arrived) - 1, i)
-    for n in torch.randint(sum(sizes), (cfg.meta_batch,), generator=rng).tolist():
-        j = 0
-        while n >= sizes[j]:
-            n, j = n - sizes[j], j + 1
-        rng = stream(arrived[j].images.device, seed, "task", j, n)
+    ends = [0, *itertools.accumulate(d.setting.iterations * cfg.meta_batch for d in arrived)]
+    plan, batch = stream("cpu", seed, "plan", len(arrived) - 1, i), []
+    for n in torch.randint(ends[-1], (cfg.meta_batch,), generator=plan).tolist():
+        j = sum(n >= end for end in ends[1:])  # its dataset
+        rng = stream(arrived[j].images.device, seed, "task", j, n - ends[j])
         batch.append((arrived[j], sample_tasks(arrived[j], "train", 1, cfg, rng)))
     return batch
 
@@ -991,14 +984,14 @@ METHODS = {
 }
 
 
-def meta_step(theta: Params, posterior: Posterior, optimiser, batch, cfg: Config, noise) -> Tensor:
-    """Lines 7 to 10 of Algorithm 1; returns the objective (Eqs. 2, 8, 14). noise(m) is a generator
-    for task m."""
+def meta_step(theta: Params, posterior: Posterior, optimiser, batch, cfg: Config, rng_of) -> Tensor:
+    """Lines 7 to 10 of Algorithm 1; returns the objective (Eqs. 2, 8, 14). rng_of(m) makes the
+    generator of task m."""
     params = [p for group in optimiser.param_groups for p in group["params"]]
     sums, before = [params[0].new_zeros(()), *map(torch.zeros_like, params)], 0
     groups = defaultdict(list)  # by k: tasks with the same k adapt together
     for data, index in batch:
-        rngs = [noise(m) for m in range(before, before + len(index))[share(before)]]
+        rngs = [rng_of(m) for m in range(before, before + len(index))[share(before)]]
         if rngs:
             tasks = fetch(data, index[share(before)], cfg)
             alpha = tasks[0].new_full((len(rngs),), data.setting.inner_rate)
@@ -1098,10 +1091,10 @@ class Run:
                 falls = sum(i >= f * J for f in data.setting.decay) if self.posterior.decays else 0
                 self.optimiser.param_groups[0]["lr"] = self.cfg.outer_rate * 0.1**falls
                 batch = self.method.source(self.sequence[: t + 1], i, self.cfg, seed)
-                noise = functools.partial(stream, self.device, seed, "noise", t, i)
-                loss = meta_step(self.theta, self.posterior, self.optimiser, batch, self.cfg, noise)
+                rngs = functools.partial(stream, self.device, seed, "noise", t, i)
+                loss = meta_step(self.theta, self.posterior, self.optimiser, batch, self.cfg, rngs)
                 self.iteration = i + 1
-                if self.after_iteration(J, loss):
+                if self.after_iteration(loss):
                     return False
             rng = stream(self.device, seed, "absorb", t)
             self.posterior.absorb(self.theta, data, rng)  # lines 12 to 16
@@ -1109,9 +1102,10 @@ class Run:
             self.save()
         return True
 
-    def after_iteration(self, J, loss) -> bool:
+    def after_iteration(self, loss) -> bool:
         """Evaluate and save if it is time to; True to stop."""
-        data, i, t = self.sequence[self.stage], self.iteration, self.stage
+        t, i = self.stage, self.iteration
+        data, J = self.sequence[t], self.iterations[t]
         costs = [n * (1 + d.setting.inner_steps) for n, d in zip(self.iterations, self.sequence)]
         stop = self.progress((sum(costs[:t]) + costs[t] * i / J) / sum(costs))
         due = i % self.cfg.eval_every == 0 or i in (data.setting.iterations, J)
@@ -1322,10 +1316,10 @@ def parse(argv):
                                         if key in PER_DATASET or hasattr(Config, key)}
     settings = [DATASETS.get(name, OWN) for name in datasets]
     for key in PER_DATASET:
-        given = values.pop(key, [getattr(setting, key) for setting in settings])
-        need(len(given) in (1, len(datasets)), f"{flag(key)} has {len(given)} values for "
+        each = values.pop(key, [getattr(setting, key) for setting in settings])
+        need(len(each) in (1, len(datasets)), f"{flag(key)} has {len(each)} values for "
              f"{len(datasets)} datasets; give one for all, or one for each.")
-        for j, value in enumerate(given if len(given) > 1 else given * len(datasets)):
+        for j, value in enumerate(each if len(each) > 1 else each * len(datasets)):
             check(key, value, 0 if key == "inner_rate" else 1)
             settings[j] = settings[j]._replace(**{key: value})
     args.sequence, cfg = list(zip(datasets, settings)), Config(**values)
@@ -1369,8 +1363,10 @@ def load_sequence(args, device="cpu"):
 def starting_point(args):
     """The state that --start-from names, unless the run has begun already."""
     folder = args.start_from
-    another = folder and folder.resolve() != args.folder.resolve()
-    if not folder or another and not args.fresh and any(checkpoints(args.folder)):
+    if not folder:
+        return None
+    another = folder.resolve() != args.folder.resolve()
+    if another and not args.fresh and any(checkpoints(args.folder)):
         return None
     _, state = next(checkpoints(folder, args.device), (None, {"settings": {}, "iteration": 0}))
     wanted = dataclasses.asdict(args.job.cfg) | {"method": args.method}
@@ -1394,7 +1390,6 @@ def shared_facts(args, sequence):
 
 
 def revision():
-    """This program's git revision."""
     with contextlib.suppress(OSError):
         command = ["git", "-C", HERE, "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
@@ -1466,7 +1461,7 @@ def one_sentence(function, *args):
         if isinstance(problem, RuntimeError) and "memory" not in str(problem):
             raise  # an error of the program
         if isinstance(problem, (MemoryError, RuntimeError)):
-            problem = f"not enough memory ({brief(problem)}); lower --meta-batch or --eval-tasks."
+            problem = f"not enough memory ({brief(problem)}); lower --meta-batch or --query."
         print(f"boml: {problem}", file=sys.stderr)
         sys.exit(DISK_FAILED if isinstance(problem, OSError) and function is main else 2)
     except KeyboardInterrupt:

@@ -192,7 +192,7 @@ def plain_variational(posterior, theta, batch, alpha, k, rngs):
 
     def expected(p, x, y, rngs):
         x = x.expand(S, *x.shape)
-        noise = boml.fill(boml.room_for_noise(boml.spread(p, S), x), rngs)
+        noise = boml.draw_noise(boml.spread(p, S), x, rngs)
         logits = boml.network(boml.spread(p, S), x, boml.noisy_layer(variance, noise))
         return F.cross_entropy(logits.flatten(0, 1), y.repeat(S))
 
@@ -553,14 +553,15 @@ def test_copies_of_a_task_change_nothing(seed, averaging, copies):
         assert_close(dense(many[name]), dense(one[name]))
 
 
-@given(seeds, st.sampled_from(["averages", "products"]))
-def test_support_hessian_is_added(seed, averaging):
-    """With support_hessian the block grows by the mean A (x) mean G of the support sets at theta."""
+@given(seeds, st.sampled_from(["averages", "products"]), st.integers(1, 5), st.integers(1, 5))
+def test_support_hessian_is_added(seed, averaging, shot, query):
+    """With support_hessian the block grows by the mean A (x) mean G of the support sets at theta, times the weight K/Q
+    of the support loss."""
     net, theta, tasks, batch = tiny(seed)
     A, G = (np.mean(f, 0) for f in zip(*[[f[1] for f in reference.kfac_factors(net, t[0])] for t in tasks]))
-    plain, more = (dense(curvature(theta, batch, 0.4, 1, 0.4, averaging, support_hessian=h)["linear1"])
+    plain, more = (dense(curvature(theta, batch, 0.4, 1, 0.4, averaging, support_hessian=h, shot=shot, query=query)["linear1"])
                    for h in (False, True))
-    assert_close(more - plain, np.kron(A, G), atol=1e-10)
+    assert_close(more - plain, shot / query * np.kron(A, G), atol=1e-10)
 
 
 @given(seeds, st.integers(1, 2))
@@ -3707,7 +3708,7 @@ def test_short_memory_is_one_sentence(error, capsys):
         boml.one_sentence(fail)
     said = capsys.readouterr().err
     assert end.value.code == 2
-    assert re.fullmatch(r"boml: not enough memory \(.+\); lower --meta-batch or --eval-tasks\.\n", said)
+    assert re.fullmatch(r"boml: not enough memory \(.+\); lower --meta-batch or --query\.\n", said)
 
 
 def test_error_of_the_program_keeps_its_traceback():
