@@ -19,10 +19,12 @@ Problems", ICML 2021, in one module to read from top to bottom with the paper at
     Eqs. 24, 29          Laplace                        BomLA: penalty and precision
     Eqs. 14, 33, 34      Variational                    BomVI: likelihoods and KL
     Eqs. 8, 14           meta_step                      adds Posterior.gradient and .penalty
-    Algorithms 1, 2      Run.go                         one dataset after another
+    Section 6.1          METHODS, from_all, from_buffer the baselines; a new method is added here
+    Algorithms 1, 2      Run.go, Run.save               one dataset after another; a checkpoint
     Tables 1 to 3        Config, DATASETS, EXPERIMENTS
 
-The method ends with Run.go. DIFFERS marks what is unlike the paper or the authors' code.
+The lesson ends with Run.go. DIFFERS marks departures from the paper or the authors' code; the
+README lists them all.
 `bash run.sh triathlon` prepares the data, runs all methods and reports, by data_prep.py;
 `python boml.py triathlon --method bomla` is one run, if data/ is there.
 
@@ -73,6 +75,10 @@ def flag(name):
 
 def check(name, value, low):
     need(low <= value <= 10**6, f"{flag(name)} is {value}; it must be from {low} to 1000000.")
+
+
+def say(sentence):
+    print(sentence, file=sys.stderr, flush=True)
 
 
 def brief(error):
@@ -248,7 +254,7 @@ def check_dataset(data: Dataset, cfg: Config):
          "them.")
     n = min(len(data.splits["train"]), len(data.splits[cfg.split]))
     need(n >= cfg.way, f"{data.name} has {n} classes for training or {cfg.split}, too few for "
-         f"--way {cfg.way}; use {n} or fewer.")
+         f"--way {cfg.way}; lower it, or add some.")
 
 
 def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset], Dataset]:
@@ -364,7 +370,7 @@ class Norm(torch.autograd.Function):
         y, _, r = torch.native_layer_norm(x, x.shape[1:], None, None, 1e-5)
         ctx.save_for_backward(y, r, w)
         ctx.set_materialize_grads(False)
-        return torch.addcmul(b, y, w), y, r  # y and r, so that `backward` has a derivative too
+        return torch.addcmul(b, y, w), y, r  # y, r (1 / deviation): `backward` has a derivative
 
     @staticmethod
     def backward(ctx, g, g_y, g_r):
@@ -372,10 +378,10 @@ class Norm(torch.autograd.Function):
         g_w, g_b = (g * y).sum(1, keepdim=True), g.sum(1, keepdim=True)
         if g_y is None:
             return torch.sub(g, torch.addcmul(g_b, y, g_w), alpha=1 / n) * (w * r), g_w, g_b
-        g = torch.addcmul(g_y, g, w)  # in y; r, the inverse deviation, has slope -r^2 y / n in x
-        slope = torch.addcmul((g * y).sum(1, keepdim=True), g_r, r)
-        mean = torch.addcmul(g.sum(1, keepdim=True), y, slope)
-        return torch.sub(g, mean, alpha=1 / n) * r, g_w, g_b
+        g_y = torch.addcmul(g_y, g, w)
+        slope = torch.addcmul((g_y * y).sum(1, keepdim=True), g_r, r)  # dr/dx = -r^2 y / n
+        mean = torch.addcmul(g_y.sum(1, keepdim=True), y, slope)
+        return torch.sub(g_y, mean, alpha=1 / n) * r, g_w, g_b
 
 
 def layer(p: Params, name: str, x: Tensor, second_order=False) -> Tensor:
@@ -882,7 +888,7 @@ class Variational(Posterior):
         """E_q of the cross-entropy by S samples, summed over the tasks of mean (T, ...); and its
         gradients in mean and logvar. One sample at a time, to save memory."""
         shared = self.variance()
-        mean, variance = (leaves({n: v.contiguous() for n, v in p.items()})
+        mean, variance = (leaves({n: v.contiguous() for n, v in p.items()})  # for fewer copies
                           for p in (mean, spread(shared, len(x))))
         params, S = [*mean.values(), *variance.values()], self.cfg.mc_samples
         total, sums = 0.0, ()
@@ -1187,7 +1193,7 @@ class Run:
              "to them, or use another --out.")
         revision = state["rows"][-1]["revision"] if state["rows"] else self.facts["revision"]
         if revision != self.facts["revision"]:
-            print(f"{self.job.name}: the program has changed since {revision}; going on.")
+            say(f"{self.job.name}: the program has changed since {revision}; going on.")
 
 
 def facts_of(data: Dataset) -> dict:
@@ -1212,7 +1218,7 @@ def checkpoints(folder: Path, device="cpu"):
                 need(is_run, "it is not of a run")
                 yield path, state
         except Exception as error:  # torch raises almost anything on bad bytes
-            print(f"boml: {path} is damaged ({brief(error)}).", file=sys.stderr, flush=True)
+            say(f"boml: {path} is damaged ({brief(error)}).")
 
 
 @contextlib.contextmanager
@@ -1266,7 +1272,7 @@ def weight(text):
 
 
 def options():
-    parser = Parser("boml.py", description=__doc__,
+    parser = Parser("boml.py", description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def add(name, text, **how):
@@ -1304,7 +1310,7 @@ def parse(argv):
     args.device = args.device or ("cuda" if gpu else "cpu")
     need(gpu or args.device == "cpu", "CUDA is not available on this machine; use --device cpu.")
     args.schedule = args.schedule or ("paper" if args.device == "cuda" else "cpu")
-    datasets = args.sequence or experiment.sequence
+    datasets = [name.rstrip("/") for name in args.sequence or experiment.sequence]
     need(datasets, "run needs --sequence: datasets in order, separated by commas.")
     need(args.command != "omniglot" or len(datasets) == 1, "omniglot takes one dataset; name one.")
     values = SCHEDULES[args.schedule] | experiment.every
@@ -1326,8 +1332,11 @@ def parse(argv):
     own_lambda = "" if cfg.past_weight == usual else f"@{cfg.past_weight:g}"
     args.job = Job(args.method, args.method + own_lambda, args.seed, cfg)
     args.folder = args.out / args.command / args.job.name
-    need(not args.start_from or not METHODS[args.method].from_scratch, f"--start-from is not for "
-         f"{args.method}, whose stages start from scratch; leave one out.")
+    method = METHODS[args.method]
+    need(not args.start_from or not method.from_scratch, f"--start-from is not for {args.method}, "
+         "whose stages start from scratch; leave one out.")
+    need(not own_lambda or method.posterior is not Posterior, f"--past-weight is not for "
+         f"{args.method}, which has no posterior; leave one out.")
     return args
 
 
@@ -1396,6 +1405,13 @@ def revision():
     return "unknown"
 
 
+def heed(handler):
+    """Let the handler hear what ends a program, but for what nohup has it ignore."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def reporter(name):
     """A progress callback: a line every minute; True once a signal has asked to stop."""
     asked, begun, said = [], None, time.time() - 50
@@ -1411,11 +1427,11 @@ def reporter(name):
         if now > said + 60 and done > begun[1]:
             said, left = now, (now - begun[0]) * (1 - done) / (done - begun[1])
             end = time.strftime("%a %H:%M", time.localtime(now + left))
-            print(f"{name}: {done:.0%}, ends {end}", file=sys.stderr, flush=True)
+            say(f"{name}: {done:.0%}, ends {end}")
         return bool(asked)
 
-    for number in () if TORCHRUN else (signal.SIGINT, signal.SIGTERM):  # ranks stop as one
-        signal.signal(number, stop)
+    if not TORCHRUN:  # whose ranks stop as one
+        heed(stop)
     return progress
 
 
@@ -1458,18 +1474,18 @@ def one_sentence(function, *args):
     try:
         return function(*args)
     except (Problem, OSError, MemoryError, RuntimeError) as problem:
-        if isinstance(problem, RuntimeError) and "memory" not in str(problem):
+        full = "out of memory" in str(problem) or "allocate memory" in str(problem)
+        if isinstance(problem, RuntimeError) and not full:
             raise  # an error of the program
         if isinstance(problem, (MemoryError, RuntimeError)):
             problem = f"not enough memory ({brief(problem)}); lower --meta-batch or --query."
-        print(f"boml: {problem}", file=sys.stderr)
+        say(f"boml: {problem}")
         sys.exit(DISK_FAILED if isinstance(problem, OSError) and function is main else 2)
     except KeyboardInterrupt:
-        print("\nboml: stopped; the same command goes on from here.", file=sys.stderr)
+        say("\nboml: stopped; the same command, without --fresh, goes on from here.")
         sys.exit(130)
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
+    heed(signal.default_int_handler)  # raises KeyboardInterrupt
     one_sentence(main, sys.argv[1:])

@@ -681,13 +681,14 @@ def launch(argv: list[str]):
         print("\nFolders of class folders may be in --sequence. boml.py takes, for each run:\n")
         boml.main(["--help"])
     own, rest = launch_options().parse_known_args(argv)
+    single = [word for word in rest if word.partition("=")[0] in ("--method", "--seed")]
+    need(not single, f"{single} is for boml.py; here it is --methods or --seeds.")
     boml.check("jobs", 1 if own.jobs is None else own.jobs, 1)
     with tempfile.TemporaryDirectory(prefix="boml-") as folder:
         todo = prepare_runs(list(command_lines(own, rest)), Path(folder))
         first, facts = todo[0][0], announce([args for args, _ in todo])
-        out, slots = first.out / first.command, own.jobs or os.cpu_count()
-        if first.device == "cuda":
-            slots = own.jobs or torch.cuda.device_count()
+        out, cores = first.out / first.command, os.cpu_count()
+        slots = own.jobs or (torch.cuda.device_count() if first.device == "cuda" else cores)
         out.mkdir(parents=True, exist_ok=True)  # fails before any run starts
 
         def show():
@@ -720,17 +721,22 @@ def prepare_runs(lines: list[list[str]], folder: Path) -> list:
          "--methods, --seeds or --past-weight repeats one; give each once.")
     data, cfg = todo[0].data, todo[0].job.cfg
     need(data.is_dir() or not data.exists(), f"--data {data} is not a folder; name another.")
-    learned, names = {name for args in todo for name in boml.learned(args)}, []
+    learned, names = [boml.learned(args) for args in todo], []
     for name, _ in todo[0].sequence:
         stand_in = boml.DATASETS.get(name, boml.OWN).stand_in
-        if name in boml.DATASETS and name not in learned and not prepare(name, None, data):
-            prepare(stand_in, None, data)
+        if name not in boml.DATASETS:
+            if name and Path(name).is_dir():
+                name = str(pack_folder(Path(name), cfg, folder))
+        elif any(stand_in in each for each in learned):
             name = stand_in
-        elif name and name not in boml.DATASETS and Path(name).is_dir():
-            name = str(pack_folder(Path(name), cfg, folder))
+        elif not all(name in each for each in learned) and not prepare(name, None, data):
+            if not any(name in each for each in learned):
+                prepare(stand_in, None, data)
+                name = stand_in
         names.append(name)
-    lines = [[*line, f"--sequence={','.join(names)}"] for line in lines]
-    return [(boml.parse(line), line) for line in lines]
+    chosen = [f"--sequence={','.join(names)}", f"--device={todo[0].device}",
+              f"--schedule={todo[0].schedule}"]
+    return [(boml.parse([*line, *chosen]), [*line, *chosen]) for line in lines]
 
 
 def announce(todo) -> dict:
@@ -756,7 +762,8 @@ def side_by_side(todo, slots, show) -> list[str]:
     """Start boml.py with each command line, `slots` at a time, a core or a GPU each; returns the
     names of the runs that failed."""
     running, failed, waiting, free = {}, [], list(todo), list(range(slots))
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, free))).split(",")
+    gpus = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", gpus).split(",")
     try:
         while waiting or running:
             while waiting and free:
@@ -1142,6 +1149,5 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
+    boml.heed(signal.default_int_handler)  # raises KeyboardInterrupt
     boml.one_sentence(main, sys.argv[1:])

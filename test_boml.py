@@ -2401,7 +2401,7 @@ def test_changed_program_is_said(halfway, capsys, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(FACTS, "revision", "newer")
             toy_run(copy, "maml", toy_config(eval_every=4, **TINY))
-        assert "maml-0: the program has changed since none; going on." in capsys.readouterr().out
+        assert "maml-0: the program has changed since none; going on." in capsys.readouterr().err
         revisions = [row["revision"] for row in rows_of(copy / "record.jsonl")]
         assert revisions[0] == "none" and revisions[-1] == ("newer" if newer else "none")
 
@@ -2525,12 +2525,12 @@ def test_continued_run_killed_equals_unbroken(method, fake_data, tmp_path, monke
 
 
 def test_folder_with_a_dot_may_be_gone(fake_data, tmp_path):
-    """A learned folder may be gone whatever its name, also one with a dot."""
+    """A learned folder may be gone whatever its name, also one with a dot, or written with a slash."""
     own = own_folder(tmp_path / "2026.01", 12)
     line = ["--data", fake_data, *SMALL, "--methods", "maml", "--out", tmp_path]
     work_here("run", "--sequence", own, *line)
     shutil.rmtree(own)
-    work_here("run", "--sequence", f"{own},omniglot", *line)
+    work_here("run", "--sequence", f"{own}/,omniglot", *line)
     assert state_of(tmp_path / "run/maml-0")["stage"] == 2
 
 
@@ -2818,8 +2818,7 @@ def start_copy(line, errors):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(errors.fileno(), 2)
         sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
+        boml.heed(signal.default_int_handler)
         data_prep.subprocess = SimpleNamespace(Popen=Copied, DEVNULL=None)
         boml.one_sentence(launch, *line)
     except SystemExit as end:
@@ -2829,10 +2828,11 @@ def start_copy(line, errors):
 
 
 @pytest.mark.parametrize("number, start, kill", [
-    (signal.SIGTERM, start_command, os.kill), (signal.SIGINT, start_copy, os.killpg)], ids=["of kill", "of the terminal"])
+    (signal.SIGTERM, start_command, os.kill), (signal.SIGINT, start_copy, os.killpg),
+    (signal.SIGHUP, start_copy, os.killpg)], ids=["kill", "Ctrl-C", "closed terminal"])
 def test_signal_ends_with_a_checkpoint(number, start, kill, fake_data, tmp_path):
-    """SIGTERM to the launcher, and Ctrl-C, which reaches its runs too, end it with status 130, a checkpoint of every
-    run, and how to go on."""
+    """SIGTERM to the launcher, Ctrl-C and a closed terminal, which reach its runs too, end it with status 130, a
+    checkpoint of every run, and how to go on."""
     args = [*SMALL, "--iterations", "1000", "--eval-every", "1000", "--methods", "maml,bomla", "--jobs", "2"]
     with open(tmp_path / "errors", "wb") as errors:
         pid = start(["triathlon", "--data", fake_data, "--out", tmp_path, *args], errors)
@@ -2844,7 +2844,7 @@ def test_signal_ends_with_a_checkpoint(number, start, kill, fake_data, tmp_path)
     kill(pid, number)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     said = (tmp_path / "errors").read_text()
-    assert "boml: stopped; the same command goes on from here." in said and "Traceback" not in said
+    assert "boml: stopped; the same command, without --fresh, goes on from here." in said and "Traceback" not in said
     for method in ("maml", "bomla"):
         state = state_of(tmp_path / f"triathlon/{method}-0")
         assert state["stage"] == 0 and 0 < state["iteration"] < 1000
@@ -3421,7 +3421,10 @@ BAD = [  # a command line, and what its sentence says
     bad("marathon", "'marathon'"),
     bad("triathlon more", "unrecognized arguments: more"),
     bad("triathlon --colour red", "--colour"),
-    bad("triathlon --s 1", "ambiguous option: --s could match --seed, --sequence"),
+    bad("triathlon --s 1", "unrecognized arguments: --s 1"),
+    bad("triathlon --past 1", "unrecognized arguments: --past 1"),
+    bad("triathlon --seed 1", "['--seed'] is for boml.py; here it is --methods or --seeds"),
+    bad("triathlon --method=maml", "['--method=maml'] is for boml.py; here it is --methods or --seeds"),
     bad("run", "run needs --sequence"),
     # options
     bad("triathlon --methods maml,reptile", "--methods: 'reptile' is not one of maml"),
@@ -3460,7 +3463,7 @@ BAD = [  # a command line, and what its sentence says
     bad("triathlon --past-weight 2,2.0000001", "--methods, --seeds or --past-weight repeats one"),
     bad("triathlon --past-weight 1 --methods maml", "--past-weight is for bomla and bomvi"),
     bad("triathlon --way 1", "--way is 1; it must be from 2 to"),
-    bad("triathlon --way 21", "cifar_fs has 20 classes for training or test, too few for --way 21; use 20 or fewer"),
+    bad("triathlon --way 21", "cifar_fs has 20 classes for training or test, too few for --way 21; lower it"),
     bad("triathlon --shot 3", "too few for --shot 3 and --query 2"),
     bad("triathlon --query 15", "too few for --shot 1 and --query 15"),
     bad("triathlon --channels 1", "cifar_fs needs --channels 3"),
@@ -4455,6 +4458,61 @@ def test_learned_dataset_needs_no_stand_in(fake_data, tmp_path, monkeypatch):
     work_here(*line, "--sequence", "omniglot", "--methods", "maml")
     (tmp_path / "data/omniglot.npz").unlink()
     assert prepare_for(*line, "--sequence", "omniglot,mini_quickdraw") == ["omniglot", "mini_quickdraw"]
+
+
+def test_dataset_that_one_run_lacks_is_made_again(fake_data, tmp_path, monkeypatch):
+    """A dataset that only some of the runs have learned is prepared for the others, and not replaced by its stand-in."""
+    shutil.copytree(fake_data, tmp_path / "data")
+    line = ["run", "--data", tmp_path / "data", *SMALL, "--out", tmp_path]
+    work_here(*line, "--sequence", "omniglot", "--methods", "maml")
+    (tmp_path / "data/omniglot.npz").unlink()
+    asked = []
+    monkeypatch.setattr(data_prep, "prepare", lambda name, *_: asked.append(name))
+    lines = [[f"--method={method}", *map(str, line), "--sequence=omniglot"] for method in ("maml", "bomvi")]
+    names = [args.sequence[0][0] for args, _ in data_prep.prepare_runs(lines, tmp_path)]
+    assert asked == ["omniglot"] and names == ["omniglot", "omniglot"]
+
+
+def test_stand_in_that_is_learned_stays(stand_ins, tmp_path, monkeypatch):
+    """A run that has learned a stand-in goes on with it, though the dataset can be had by now."""
+    line = ["run", "--sequence", "omniglot", "--data", stand_ins, *SMALL, "--iterations", 1, "--out", tmp_path]
+    with monkeypatch.context() as patch:
+        cut_off(patch)
+        work_here(*line, "--methods", "maml")
+    monkeypatch.setattr(data_prep, "prepare", lambda *_: True)
+    assert prepare_for(*line) == ["generated_characters"]
+
+
+def test_runs_are_told_device_and_schedule(fake_data, monkeypatch):
+    """Each run is told the device and the schedule that were announced, whatever GPU it sees."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lines = [["--method=maml", "run", "--sequence=omniglot", "--data", str(fake_data)]]
+    (_, line), = data_prep.prepare_runs(lines, None)
+    assert line[-2:] == ["--device=cuda", "--schedule=paper"]
+
+
+@pytest.mark.parametrize("visible, expected", [(None, "0101"), ("3,5", "3535")])
+def test_runs_are_spread_over_the_gpus(visible, expected, monkeypatch):
+    """More runs than GPUs share those that are there, of which the environment may name some."""
+    seen = []
+
+    class Ended:
+        returncode = 0
+
+        def __init__(self, line, stdout, env):
+            seen.append(env["CUDA_VISIBLE_DEVICES"])
+
+        def poll(self):
+            return 0
+
+    monkeypatch.setattr(data_prep, "subprocess", SimpleNamespace(Popen=Ended, DEVNULL=None))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    run = SimpleNamespace(device="cuda", job=SimpleNamespace(name="maml-0"))
+    data_prep.side_by_side([(run, [])] * 4, 4, lambda: None)
+    assert "".join(seen) == expected
 
 
 def test_own_folder_is_copied_for_its_runs_only(tmp_path, forks):
