@@ -361,42 +361,19 @@ def patches(x: Tensor, T: int) -> Tensor:
     return F.unfold(x, 3, padding=1).unflatten(1, (T, -1)).permute(1, 2, 0, 3).flatten(2)
 
 
-class Norm(torch.autograd.Function):
-    """Batch norm of the rows of x (T*C, B*H*W) with scale w and shift b (T*C, 1), for a GPU: with
-    two derivatives 44 kernels, where F.batch_norm takes 102, half of a meta-step's."""
-
-    @staticmethod
-    def forward(ctx, x, w, b):
-        y, _, r = torch.native_layer_norm(x, x.shape[1:], None, None, 1e-5)
-        ctx.save_for_backward(y, r, w)
-        ctx.set_materialize_grads(False)
-        return torch.addcmul(b, y, w), y, r  # y, r (1 / deviation): `backward` has a derivative
-
-    @staticmethod
-    def backward(ctx, g, g_y, g_r):
-        (y, r, w), n = ctx.saved_tensors, g.shape[1]
-        g_w, g_b = (g * y).sum(1, keepdim=True), g.sum(1, keepdim=True)
-        if g_y is None:
-            return torch.sub(g, torch.addcmul(g_b, y, g_w), alpha=1 / n) * (w * r), g_w, g_b
-        g_y = torch.addcmul(g_y, g, w)
-        slope = torch.addcmul((g_y * y).sum(1, keepdim=True), g_r, r)  # dr/dx = -r^2 y / n
-        mean = torch.addcmul(g_y.sum(1, keepdim=True), y, slope)
-        return torch.sub(g_y, mean, alpha=1 / n) * r, g_w, g_b
-
-
 def layer(p: Params, name: str, x: Tensor, second_order=False) -> Tensor:
     """One layer of T networks: conv or norm on x (B, T*C, H, W), linear on x (T, B, features)."""
     w, twice_on_gpu = p[f"{name}.weight"], second_order and x.device.type != "cpu"
     if name.startswith("conv") and twice_on_gpu:
-        # There the second derivative of a grouped convolution loops over the groups.
+        # There a grouped convolution's second derivative loops over the groups.
         h = w.flatten(2) @ patches(x, len(w))  # (T, O, B*H*W)
         return h.unflatten(2, (len(x), *x.shape[2:])).permute(2, 0, 1, 3, 4).flatten(1, 2)
     if name.startswith("conv"):
         return F.conv2d(x, w.flatten(0, 1), padding=1, groups=len(w))
-    if name.startswith("norm") and twice_on_gpu:
-        rows, b = x.transpose(0, 1), p[f"{name}.bias"]
-        h = Norm.apply(rows.flatten(1), w.reshape(-1, 1), b.reshape(-1, 1))[0]
-        return h.view(rows.shape).transpose(0, 1)
+    if name.startswith("norm") and twice_on_gpu:  # and batch norm's takes more kernels
+        x, b = x.transpose(0, 1), p[f"{name}.bias"].reshape(-1, 1, 1, 1)
+        h = torch.addcmul(b, F.layer_norm(x, x.shape[1:]), w.reshape(-1, 1, 1, 1))
+        return h.transpose(0, 1)
     if name.startswith("norm"):
         return F.batch_norm(x, None, None, w.flatten(), p[f"{name}.bias"].flatten(), training=True)
     return x @ w.mT + p[f"{name}.bias"][:, None]
