@@ -981,7 +981,7 @@ def figure(runs) -> str:
     def place(t, a):
         return f"{40 + width * t / stages:.1f} {y + height * (1 - a):.1f}"
 
-    write(heading(first), 40, y, "font-size='14'")
+    write(f"{heading(first)}: accuracy in % along the training", 40, y, "font-size='14'")
     for n, v in enumerate(variants):
         y += 18 * (n % 4 == 0)
         write(label_of(v), 40 + 200 * (n % 4), y, f"font-weight='bold' fill='{colours[v]}'")
@@ -1002,7 +1002,7 @@ def figure(runs) -> str:
                 middle = "L".join(place(t, mean) for t, mean, _ in line) + "h0"  # a point is a dot
                 path(middle, colours[v], more="stroke-width='2.5' stroke-linecap='round'")
         seen = any(r["evaluated"] == name for rows in runs.values() for r in rows)
-        write(name if seen else f"{name}: not evaluated", 46, y + 14, "font-weight='bold'")
+        write(name if seen else f"{name}: not evaluated", 46, y + height - 6, "font-weight='bold'")
         y += height + 16
     ends = {t: f"task {t}" for t in quarters(stages)}
     for t, words in enumerate(names, 1) if stages == len(names) else ends.items():

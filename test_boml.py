@@ -3215,7 +3215,8 @@ def test_figure_is_well_formed(n, tmp_path):
     runs, names = figure_runs(n)
     found = Panels(runs)
     assert found.panels == n
-    for word in (*names, "triathlon, real data, cpu schedule", "Sequential MAML", "BomLA", "BomLA, lambda = 1000", "Train-On-Everything"):
+    title = "triathlon, real data, cpu schedule: accuracy in % along the training"
+    for word in (*names, title, "Sequential MAML", "BomLA", "BomLA, lambda = 1000", "Train-On-Everything"):
         assert word in found.words
     put(tmp_path, *([row | dict(experiment="run") for row in rows] for rows in runs.values()))
     data_prep.report(tmp_path)
