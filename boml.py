@@ -34,9 +34,9 @@ inner rate, k the number of inner steps, lambda the weight of the past, S the nu
 Carlo samples. T is the length of a tensor's task axis, B of its image axis, C input channels, O
 outputs; names end in _s for support sets, _q for query sets.
 
-Measured on real images (long schedule, seed 0, torch 2.13.0 on a CPU, revision a3cf605;
+Measured on real images (long schedule, three seeds, torch 2.13.0 on a CPU, revision a3cf605;
 figures/triathlon_long): accuracy on Omniglot right after its 5000 iterations -> after those on
-miniQuickDraw and CIFAR-FS: sequential MAML 96.5 -> 52.8 %, BomLA 97.1 -> 96.4 %.
+miniQuickDraw and CIFAR-FS: sequential MAML 97.2 -> 50.5 %, BomLA 97.3 -> 96.2 %.
 """
 import os, signal
 
