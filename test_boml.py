@@ -4500,6 +4500,19 @@ def test_runs_are_spread_over_the_gpus(visible, expected, monkeypatch):
     assert "".join(seen) == expected
 
 
+def test_own_folder_named_like_a_dataset_is_ones_own():
+    """A packed file is learned as a dataset of one's own, whatever its name."""
+    args = boml.parse(["run", "--sequence", "elsewhere/omniglot.npz", "--schedule", "paper", "--device", "cpu"])
+    assert args.sequence[0][1] == boml.OWN
+
+
+@pytest.mark.parametrize("method", ["maml", "toe", "ftml"])
+def test_lambda_is_for_methods_with_a_posterior(method):
+    """boml.py refuses a lambda to a method that has no use for it."""
+    with pytest.raises(boml.Problem, match=f"--past-weight is not for {method}, which has no posterior"):
+        boml.parse(["triathlon", "--method", method, "--past-weight", "7"])
+
+
 def test_own_folder_is_copied_for_its_runs_only(tmp_path, forks):
     """A folder of one's own is packed for the time of the runs; afterwards no copy of its images is left."""
     own_folder(tmp_path / "mine", 12)
