@@ -819,13 +819,16 @@ def noisy_layer(variance: Params, noise: Tensor):
     return noisy
 
 
-def draw_noise(p: Params, x: Tensor, rngs: list) -> Tensor:
-    """Noise (T, n) for a pass over x (T, B, ...), by a generator for each task, so that it does not
-    depend on how tasks are grouped: for each image a number for each conv output, scale, shift and
-    logit."""
+def room_for_noise(p: Params, x: Tensor) -> Tensor:
+    """Memory (T, n) for the noise of a pass over x (T, B, ...): for each image a number for each
+    conv output, scale, shift and logit."""
     filters, way = p["norm1.bias"].shape[-1], p["linear.bias"].shape[-1]
     each = filters * sum(side**2 + 2 for side in (28, 14, 7, 3)) + way
-    noise = x.new_empty(len(x), x.shape[1] * each)
+    return x.new_empty(len(x), x.shape[1] * each)
+
+
+def fill(noise: Tensor, rngs: list) -> Tensor:
+    """New noise, by a generator for each task: it does not depend on how tasks are grouped."""
     for part, rng in zip(noise, rngs):
         part.normal_(generator=rng)
     return noise
@@ -868,9 +871,9 @@ class Variational(Posterior):
         mean, variance = (leaves({n: v.contiguous() for n, v in p.items()})  # for fewer copies
                           for p in (mean, spread(shared, len(x))))
         params, S = [*mean.values(), *variance.values()], self.cfg.mc_samples
-        total, sums = 0.0, ()
+        total, sums, noise = 0.0, (), room_for_noise(mean, x)
         for _ in range(S):
-            logits = network(mean, x, noisy_layer(variance, draw_noise(mean, x, rngs)))
+            logits = network(mean, x, noisy_layer(variance, fill(noise, rngs)))
             loss = cross_entropy(logits, y).sum() / S
             grads = torch.autograd.grad(loss, params)
             sums = torch._foreach_add(sums, grads) if sums else grads  # one kernel for all
@@ -909,10 +912,9 @@ class Variational(Posterior):
 
     def predict(self, adapted, x, rngs):
         """At the adapted mean, as the authors do; and the mean probability of S samples."""
-        variance, samples = spread(self.variance(), len(x)), []
-        for _ in range(self.cfg.mc_samples):
-            noisy = noisy_layer(variance, draw_noise(adapted, x, rngs))
-            samples.append(network(adapted, x, noisy).log_softmax(-1))
+        variance, noise = spread(self.variance(), len(x)), room_for_noise(adapted, x)
+        samples = [network(adapted, x, noisy_layer(variance, fill(noise, rngs))).log_softmax(-1)
+                   for _ in range(self.cfg.mc_samples)]
         sampled = torch.stack(samples).logsumexp(0) - math.log(len(samples))
         return super().predict(adapted, x, rngs) | {"sampled_": sampled}
 

@@ -192,7 +192,7 @@ def plain_variational(posterior, theta, batch, alpha, k, rngs):
 
     def expected(p, x, y, rngs):
         x = x.expand(S, *x.shape)
-        noise = boml.draw_noise(boml.spread(p, S), x, rngs)
+        noise = boml.fill(boml.room_for_noise(boml.spread(p, S), x), rngs)
         logits = boml.network(boml.spread(p, S), x, boml.noisy_layer(variance, noise))
         return F.cross_entropy(logits.flatten(0, 1), y.repeat(S))
 
