@@ -1166,8 +1166,8 @@ class Run:
              "not continue; use another --out.")
         pairs = [("", state["settings"], self.settings)]
         pairs += [(f"{b['name']}'s ", a, b) for a, b in zip(state["learned"], self.learned)]
-        differ = [f"{of}{key} was {was[key]!r}, is {now.get(key)!r}" for of, was, now in pairs
-                  for key in was if was[key] != now.get(key)]
+        differ = [f"{of}{key} was {was.get(key)!r}, is {now.get(key)!r}" for of, was, now in pairs
+                  for key in was | now if was.get(key) != now.get(key)]
         need(not differ, f"{self.out} holds a run of other settings ({'; '.join(differ)}); go back "
              "to them, or use another --out.")
         revision = state["rows"][-1]["revision"] if state["rows"] else self.facts["revision"]

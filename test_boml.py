@@ -2467,6 +2467,16 @@ def test_run_of_other_settings_is_refused(changes, named, halfway):
     assert contents(copy) == before and "--fresh" not in str(refused.value)  # which deletes a posterior
 
 
+def test_run_without_a_setting_is_of_other_settings(halfway):
+    """A checkpoint that lacks a setting is not continued by a run that has it."""
+    copy = copy_of(halfway / "stopped")
+    state = state_of(copy)
+    del state["settings"]["query"]
+    torch.save(state, copy / "checkpoint.pt")
+    with pytest.raises(boml.Problem, match="query was None, is 1"):
+        toy_run(copy, "maml", toy_config(eval_every=4, **TINY))
+
+
 def test_sequence_goes_on_without_the_old_images(fake_data, tmp_path):
     """A run continued with the next dataset, the learned one gone and its newest checkpoint damaged, ends with the
     parameters and posterior of the unbroken run."""
