@@ -878,38 +878,45 @@ def table(runs):
     return "\n".join(lines) + "\n"
 
 
-# What the paper claims, by section, held against the records; keys as in accuracies, margins in
-# points of accuracy.
+# What the paper claims, by section, held against the records: keys as in accuracies; "each" stands
+# for each past dataset in turn. The margins, in points of accuracy, are ours. Follow-The-Meta-Leader's
+# "mixed performance" is no single inequality: of its lines against BomLA some should hold, some fail.
 
 CLAIMS = """
-6.1 maml own past > maml end past
-6.1 bomla own past < bomla end past + 3
-6.1 bomvi own past < bomvi end past + 3
-6.1 toe own past < toe end past + 3
-6.1 bomla end past > maml end past
-6.1 bomvi end past > maml end past
+6.1 maml own each > maml end each
+6.1 bomla own each < bomla end each + 3
+6.1 bomvi own each < bomvi end each + 3
+6.1 toe own each < toe end each + 3
+6.1 bomla own first < bomla next first + 3
+6.1 bomla end each > maml end each
+6.1 bomvi end each > maml end each
 6.1 bomla end last < maml end last
 6.1 bomvi end last < maml end last
 6.1 bomla end last > maml end last - 10
 6.1 bomvi end last > maml end last - 10
 6.1 maml own new > bomla own new
 6.1 maml own new > bomvi own new
+6.1 maml own new > toe own new
 6.1 maml own new > ftml own new
 6.1 maml end last > toe early last
 6.1 bomla end all > bomvi end all
-6.1 bomla end all > ftml end all
+6.1 bomla end each > ftml end each
+6.1 bomla end last > ftml end last
 C.3 bomla end all > bomla@1 end all
 C.3 bomla end all > bomla@1000 end all
-C.3 bomla@1000 end past > bomla@1 end past
-C.3 bomla@1 own new > bomla@1000 own new
+C.3 bomla@1000 end past > bomla end past
+C.3 bomla end past > bomla@1 end past
+C.3 bomla@1 own new > bomla own new
+C.3 bomla own new > bomla@1000 own new
 """
 TASK_CLAIMS = """
 6.2 bomla last tasks > bomla first tasks
 6.2 bomvi last tasks > bomvi first tasks
 6.3 maml last tasks > maml first tasks
-6.2 toe last tasks < toe first tasks + 3
+6.2 toe last tasks < toe first tasks + 1
 6.2 bomla last tasks > maml last tasks
 6.2 bomla last tasks > ftml last tasks
+6.2 bomla last tasks > toe last tasks
 6.2 bomvi last tasks > maml last tasks
 6.2 bomvi last tasks > ftml last tasks
 6.2 bomla last tasks > bomvi last tasks
@@ -918,19 +925,28 @@ TASK_CLAIMS = """
 """
 
 
+def spell_out(claims: str, past: list[str]) -> str:
+    """A claim about "each" past dataset as one claim per dataset."""
+    lines = [(line, past if " each " in line else [""]) for line in claims.split("\n")]
+    return "\n".join(line.replace("each", name) for line, names in lines for name in names)
+
+
 def accuracies(rows) -> dict[str, float]:
     """A run's accuracies in % by name; nan where it was not evaluated.
 
-    "own X" is right after the stage of X, "end X" after the last stage, where X is the mean of the
-    past datasets (all but the last), the new ones (all but the first), all, or the last one. "early
-    last" is after J iterations of the last stage, which only Train-On-Everything exceeds. "first
-    tasks" and "last tasks" are the mean over a quarter of a task sequence.
+    "own X" is right after the stage of X, "end X" after the last stage, where X is a dataset, or the
+    mean of the past datasets (all but the last), the new ones (all but the first), all, or the last
+    one. "own first" and "next first" are the first dataset's after the first and second stage, "early
+    last" the last one's after J iterations of its stage, which only Train-On-Everything exceeds.
+    "first tasks" and "last tasks" are the mean over a quarter of a task sequence.
     """
     names, stages, at = rows[0]["datasets"], rows[0]["stages"], stage_ends(rows)
     own, end, q = list(enumerate(names, 1)), [(stages, n) for n in names], max(1, stages // 4)
     tasks = [(t, names[0]) for t in range(1, stages + 1)]
     points = {"own past": own[:-1], "own new": own[1:], "end past": end[:-1], "end last": end[-1:],
-              "end all": end, "first tasks": tasks[:q], "last tasks": tasks[-q:]}
+              "end all": end, "own first": own[:1], "next first": [(2, names[0])],
+              "first tasks": tasks[:q], "last tasks": tasks[-q:]}
+    points |= {f"{key} {n}": [p] for key, some in (("own", own), ("end", end)) for n, p in zip(names, some)}
     means = {key: float(np.mean([at.get(p, math.nan) for p in some]))
              for key, some in points.items() if some}
     early = [100 * r["accuracy"] for r in rows if r["iteration"] == r["newest"]
@@ -1034,6 +1050,7 @@ def report(folder: Path) -> str:
         return f"{folder} holds no evaluation yet"
     first, text = next(iter(runs.values()))[0], table(runs)
     claims = {"omniglot": TASK_CLAIMS, "run": ""}.get(first["experiment"], CLAIMS)
+    claims = spell_out(claims, first["datasets"][:-1])
     judged = f"\n{verdicts(runs, claims)}\n" if claims else ""
     for name, content in (("report.md", text + judged), ("accuracy.svg", figure(runs))):
         with boml.replacing(folder / name) as file:
