@@ -16,23 +16,23 @@ Problems", ICML 2021, in one module to read from top to bottom with the paper at
     Eqs. 1, 2            adapt, meta_gradient           MAML
     Eqs. 10, 21 to 23    fisher_blocks                  K-FAC: the Fisher as A (x) G per layer
     Eqs. 11, 25 to 28    adapted_curvature, sandwich    the Fisher seen through the adaptation
-    Eqs. 24, 29          Laplace                        BomLA: penalty and precision
+    Eqs. 24, 29          times, Laplace                 BomLA: penalty and precision
     Eqs. 14, 33, 34      Variational                    BomVI: likelihoods and KL
     Eqs. 8, 14           meta_step                      adds Posterior.gradient and .penalty
     Section 6.1          METHODS, from_all, from_buffer the baselines; a new method is added here
     Algorithms 1, 2      Run.go, Run.save               one dataset after another; a checkpoint
     Tables 1 to 3        Config, DATASETS, EXPERIMENTS
 
-The lesson ends with Run.go. DIFFERS marks departures from the paper or the authors' code; the
-README lists them all.
-`bash run.sh triathlon` prepares the data, runs all methods and reports, by data_prep.py;
+The lesson ends with Run.go; the rest is bookkeeping. DIFFERS marks the main departures from the
+paper or the authors' code; the README lists them all.
+`bash run.sh triathlon` (data_prep.py) prepares the data, runs all methods and reports;
 `python boml.py triathlon --method bomla` is one run, if data/ is there.
 
 Symbols: a task has N classes ("way"), each with K support and Q query images ("shot", "query").
 A meta-batch has M tasks; a stage, the training on one dataset, has J iterations. alpha is the
 inner rate, k the number of inner steps, lambda the weight of the past, S the number of Monte
-Carlo samples. T is the length of a tensor's task axis, B of its image axis, C input channels, O
-outputs; names end in _s for support sets, _q for query sets.
+Carlo samples. T is the length of a tensor's task axis, B of its image axis; a layer has C inputs, O
+outputs and P parameters for each output; names end in _s for support sets, _q for query sets.
 
 Measured on real images (long schedule, three seeds, torch 2.13.0 on a CPU, revision a3cf605;
 figures/triathlon_long): accuracy on Omniglot right after its 5000 iterations -> after those on
@@ -40,7 +40,7 @@ miniQuickDraw and CIFAR-FS: sequential MAML 97.2 -> 50.5 %, BomLA 97.3 -> 96.2 %
 """
 import os, signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning: 15x slower on shared cores
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
@@ -95,29 +95,30 @@ def option(default, text: str, low=None, choices=None):
 
 @dataclass(frozen=True)
 class Config:
-    """The defaults are the paper's (Table 1), unless a help text gives the paper's value."""
+    """The defaults are the paper's (Table 1), unless a help text says otherwise."""
 
     way: int = option(5, "N, classes per task", 2)
     shot: int = option(1, "K, support images per class")
     query: int = option(15, "Q, query images per class")
-    channels: int = option(3, "image channels; grey images are repeated")
+    channels: int = option(3, "image channels; a grey image is copied to all")
     filters: int = option(64, "filters of each conv layer")
     meta_batch: int = option(32, "M, tasks per meta-batch")
     outer_rate: float = option(0.001, "learning rate of Adam")
     eval_tasks: int = option(100, "tasks per evaluation of a dataset")
     eval_every: int = option(500, "iterations between evaluations")
     split: str = option("test", "classes to evaluate on", choices=("test", "val"))
-    past_weight: float = option(100.0, "lambda, if not the experiment's", 1e-9)
+    past_weight: float = option(100.0, "lambda", 1e-9)
     hessian_tasks: int = option(5000, "tasks for a dataset's curvature (BomLA)")
     averaging: str = option("averages", "product of averages over tasks, or average of products as "
                             "in the paper (BomLA)", choices=("averages", "products"))
     jacobian_rate: float | None = option(None, "rate in the adaptation's Jacobian, if not alpha; "
                                          "the paper has 1, 0 is no Jacobian (BomLA)")
-    merge_rank: int = option(1, "Kronecker pairs kept per layer; 0, the paper: all (BomLA)", 0)
+    merge_rank: int = option(1, "Kronecker pairs kept per layer; 0, the paper: all; 2 or more "
+                             "may not be positive semi-definite (BomLA)", 0)
     exact_labels: bool = option(False, "Fisher by all labels, not one draw (BomLA)")
     support_hessian: bool = option(False, "add the support loss's curvature (BomLA)")
     mc_samples: int = option(20, "S, Monte Carlo samples (BomVI)")
-    initial_logvar: float = option(-10.0, "initial log-variance; the paper has -5 (BomVI)", -99)
+    initial_logvar: float = option(-10.0, "initial log-variance; the paper: -5 or -10 (BomVI)", -99)
     first_variance: float = option(1.0, "variance of the first prior; the authors': the initial "
                                    "one (BomVI)", 1e-9)
     logvar_rate: float = option(0.001, "learning rate of the log-variances (BomVI)")
@@ -133,7 +134,7 @@ class Config:
 
 
 class Setting(NamedTuple):
-    """How a dataset is learned: a column of Table 2."""
+    """How a dataset is learned (Tables 2 and 3)."""
 
     inner_rate: float  # alpha
     inner_steps: int  # k in meta-training
@@ -180,9 +181,8 @@ EXPERIMENTS = {
 }
 SCHEDULES = {
     "paper": {},
-    # Fewer tasks, query images and samples.
+    # Fewer tasks, query images and samples; in "cpu" fewer iterations, too.
     "long": dict(query=5, meta_batch=4, hessian_tasks=1000, mc_samples=1),
-    # And fewer iterations.
     "cpu": dict(iterations=(300,), query=5, meta_batch=4, eval_every=450, hessian_tasks=100,
                 mc_samples=1, logvar_rate=0.005),
 }
@@ -232,7 +232,7 @@ def load_dataset(path: Path, setting: Setting, device="cpu") -> Dataset:
     checksum = hashlib.md5(b"".join(a.tobytes() for a in arrays[:4])).hexdigest()[:8]
     if setting.rotate:
         images = np.concatenate([np.rot90(images, r, (1, 2)) for r in range(4)])
-        labels = np.concatenate([labels + r * len(classes) for r in range(4)])
+        labels = np.concatenate([labels.astype(int) + r * len(classes) for r in range(4)])
         classes = [f"{c} turned {90 * r}" for r in range(4) for c in classes]
         split = np.tile(split, 4)
     count = np.bincount(labels)
@@ -253,7 +253,7 @@ def check_dataset(data: Dataset, cfg: Config):
          f"has {count.min()} images, too few for --shot {cfg.shot} and --query {cfg.query}; lower "
          "them.")
     n = min(len(data.splits["train"]), len(data.splits[cfg.split]))
-    need(n >= cfg.way, f"{data.name} has {n} classes for training or {cfg.split}, too few for "
+    need(n >= cfg.way, f"{data.name} has only {n} training or {cfg.split} classes, too few for "
          f"--way {cfg.way}; lower it, or add some.")
 
 
@@ -365,12 +365,12 @@ def layer(p: Params, name: str, x: Tensor, second_order=False) -> Tensor:
     """One layer of T networks: conv or norm on x (B, T*C, H, W), linear on x (T, B, features)."""
     w, twice_on_gpu = p[f"{name}.weight"], second_order and x.device.type != "cpu"
     if name.startswith("conv") and twice_on_gpu:
-        # There a grouped convolution's second derivative loops over the groups.
+        # On a GPU a grouped convolution's second derivative loops over the groups.
         h = w.flatten(2) @ patches(x, len(w))  # (T, O, B*H*W)
         return h.unflatten(2, (len(x), *x.shape[2:])).permute(2, 0, 1, 3, 4).flatten(1, 2)
     if name.startswith("conv"):
         return F.conv2d(x, w.flatten(0, 1), padding=1, groups=len(w))
-    if name.startswith("norm") and twice_on_gpu:  # and batch norm's takes more kernels
+    if name.startswith("norm") and twice_on_gpu:  # batch norm's launches more kernels
         x, b = x.transpose(0, 1), p[f"{name}.bias"].reshape(-1, 1, 1, 1)
         h = torch.addcmul(b, F.layer_norm(x, x.shape[1:]), w.reshape(-1, 1, 1, 1))
         return h.transpose(0, 1)
@@ -387,11 +387,11 @@ def first_block(p: Params, x: Tensor) -> Tensor:
     """
     w = p["conv1.weight"].flatten(2)  # (T, O, 9C)
     T, (B, _, H, W) = len(w), x.shape
-    u = patches(x, T)
-    u -= u.mean(2, keepdim=True)
-    V = u @ u.mT / u.shape[2]  # (T, 9C, 9C)
+    cols = patches(x, T)
+    cols -= cols.mean(2, keepdim=True)
+    V = cols @ cols.mT / cols.shape[2]  # (T, 9C, 9C)
     scale = p["norm1.weight"] * (((w @ V) * w).sum(2) + 1e-5).rsqrt()  # (T, O)
-    h = (u.mT @ (w * scale[..., None]).mT).view(T * B, H, W, -1).permute(0, 3, 1, 2)
+    h = (cols.mT @ (w * scale[..., None]).mT).view(T * B, H, W, -1).permute(0, 3, 1, 2)
     h = F.max_pool2d(h, 2)
     if h.requires_grad:  # in another layout, the gradient would make the pool copy its input
         h.register_hook(lambda g: g.contiguous(memory_format=torch.channels_last))
@@ -402,8 +402,8 @@ def first_block(p: Params, x: Tensor) -> Tensor:
 def network(p: Params, x: Tensor, apply=layer, second_order=False) -> Tensor:
     """Logits (T, B, N) of T networks, each on its own images x (T, B, C, 28, 28).
 
-    `apply` replaces `layer`, to watch the layers or to add noise. Channels-last is the faster
-    layout, but not with second derivatives.
+    `apply` replaces `layer`, to watch the layers or to add noise (not with second_order).
+    Channels-last is the faster layout, but not with second derivatives.
     """
     T, layout = len(x), torch.contiguous_format if second_order else torch.channels_last
     x = x.transpose(0, 1).flatten(1, 2).contiguous(memory_format=layout)  # (B, T*C, 28, 28)
@@ -432,7 +432,7 @@ def spread(theta: Params, T: int) -> Params:
 
 
 def leaves(p: Params, part=slice(None)) -> Params:
-    """The parameters of some tasks, cut from their graph, as leaf tensors."""
+    """Some tasks' parameters, detached, as leaf tensors."""
     return {n: v[part].detach().requires_grad_() for n, v in p.items()}
 
 
@@ -460,7 +460,7 @@ def meta_gradient(theta: Params, batch, alpha, k, support_weight, net=network):
     """Sum over tasks of L(adapted, query) + support_weight L(theta, support), and its true,
     second-order gradient. support_weight 0 gives Eq. 2, K/Q the likelihoods of Eq. 8.
 
-    To save memory, first dL/d(adapted), a few tasks at a time; then, with that as the cotangent,
+    To save memory, first dL/d(adapted), by chunks of tasks; then, with that as the cotangent,
     one backward pass through the adaptation of all tasks.
     """
     x_s, y_s, x_q, y_q = batch
@@ -503,7 +503,7 @@ def start_ranks(args):
 
 
 def share(before=0) -> slice:
-    """This rank's share of the tasks, after `before` others were dealt out."""
+    """This rank's share of the tasks; `before`: those already dealt out."""
     return slice((RANK - before) % RANKS, None, RANKS)
 
 
@@ -541,7 +541,7 @@ def same_on_all_ranks(p: Params):
 
 
 class Posterior:
-    """What a method carries from dataset to dataset beside theta: nothing, for MAML and its kin."""
+    """What a method carries from dataset to dataset beside theta: nothing, for the baselines."""
 
     decays = True  # the outer rate follows the dataset's schedule
     carries = ()  # the attributes that a checkpoint holds
@@ -554,7 +554,7 @@ class Posterior:
         return [dict(params=theta.values(), lr=self.cfg.outer_rate)]
 
     def gradient(self, theta: Params, batch, alpha, k, rngs):
-        """The likelihoods, summed over tasks, and their gradient; rngs: a generator per task."""
+        """The losses, summed over tasks, and their gradient; rngs: a generator per task."""
         return meta_gradient(theta, batch, alpha, k, self.support_weight)
 
     def penalty(self, theta: Params):
@@ -582,7 +582,7 @@ class Posterior:
 # (O, P) holds the layer's parameters, A is (P, P) and G is (O, O):
 #   conv    D (O, 9C), in the order of F.unfold: channel, row, column
 #   linear  D (N, features + 1), the bias last
-#   norm    D (C, 2), scale and shift; the block is not a product but (C, 2, 2), one per channel
+#   norm    D (O, 2), scale and shift; the block is not a product but (O, 2, 2), one per channel
 
 # (A, G), maybe stacked over tasks or over the pairs of a sum; of a norm layer one tensor.
 Block = tuple[Tensor, ...]
@@ -606,8 +606,8 @@ def to_matrix(p: Params, name: str) -> Tensor:
 def input_factor(name: str, x: Tensor, T: int) -> Tensor:
     """A (T, P, P): the input's outer products, summed over locations, mean over images."""
     if name.startswith("conv"):
-        u = patches(x, T)
-        return u @ u.mT / len(x)
+        cols = patches(x, T)
+        return cols @ cols.mT / len(x)
     x = torch.cat([x, torch.ones_like(x[..., :1])], -1)  # (T, B, features + 1)
     return x.mT @ x / x.shape[1]
 
@@ -615,7 +615,7 @@ def input_factor(name: str, x: Tensor, T: int) -> Tensor:
 def output_factor(name: str, x: Tensor, g: Tensor, T: int) -> Tensor:
     """G (T, O, O): the mean over images and locations of g g', where g is the output's gradient.
 
-    Batch norm: (T, C, 2, 2), the outer product of the batch's summed gradient in (scale, shift),
+    Batch norm: (T, O, 2, 2), the outer product of the batch's summed gradient in (scale, shift),
     over B: its statistics mix the images, so each image alone would be wrong.
     """
     if name.startswith("conv"):
@@ -624,7 +624,7 @@ def output_factor(name: str, x: Tensor, g: Tensor, T: int) -> Tensor:
     if name.startswith("norm"):
         normal = F.batch_norm(x, None, None, training=True)
         g = torch.stack([(g * normal).sum((0, 2, 3)), g.sum((0, 2, 3))], -1).unflatten(0, (T, -1))
-        return g[..., None] * g[..., None, :] / len(x)  # from (T, C, 2)
+        return g[..., None] * g[..., None, :] / len(x)  # from (T, O, 2)
     return g.mT @ g / g.shape[1]
 
 
@@ -632,9 +632,9 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> 
     """Eqs. 10, 21 to 23: K-FAC of T networks on their inputs x (T, B, ...), a block for each layer.
 
     Labels are the model's own, never the data's: one draw, by uniform numbers u (T, B); or `exact`,
-    the expectation, by N gradients sqrt(p_c) (p - e_c), whose outer products sum to diag(p) - pp'.
-    Batch norm's gradients are summed over images before they are squared: independent labels, or
-    random signs, cancel the cross terms on average.
+    the expectation, by N gradients sqrt(pi_c) (pi - e_c) in the logits, whose outer products sum to
+    diag(pi) - pi pi', where pi are the probabilities. Batch norm's gradients are summed over images
+    before they are squared: independent labels, or random signs, cancel the cross terms on average.
     """
     seen = {}
 
@@ -680,9 +680,9 @@ def add_blocks(one: Block, other: Block) -> Block:
 
 def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, net=network):
     """Eqs. 11, 25 to 28: the Fisher of the query sets at the adapted parameters, mapped back to
-    theta by the adaptation's Jacobian I - a H; a block for each layer.
+    theta by I - a H, the Jacobian of an adaptation of one step; a block for each layer.
 
-    DIFFERS: the paper has a = 1 (Eq. 12), but one step of SGD has a = alpha.
+    DIFFERS: the paper has a = 1 (Eq. 12), but a step of SGD has a = alpha.
     The mean over tasks is of A, A_q, G, G_q, as in the authors' code, or of AA_q, ... (Eq. 28). A
     batch is x_s, y_s, x_q, y_q, and u_s, u_q for fisher_blocks.
     """
@@ -731,8 +731,7 @@ def merge(block: Block, rank: int) -> Block:
     A, G = Q_a @ U[:, :rank], Q_g @ (Vh[:rank].T * S[:rank])
     trace = A[:: block[0].shape[-1] + 1].sum(0)
     sign = torch.where(trace < 0, -1.0, 1.0)  # both factors positive, not both negative
-    pairs = [(f * sign).T.reshape(rank, *x.shape[1:]) for f, x in zip((A, G), block)]
-    return tuple(f.to(x.dtype) for f, x in zip(pairs, block))
+    return tuple((f * sign).T.reshape(rank, *x.shape[1:]).to(x) for f, x in zip((A, G), block))
 
 
 def times(block: Block, D: Tensor) -> Tensor:
@@ -755,8 +754,9 @@ class Laplace(Posterior):
 
     def penalty(self, theta):
         """The last term of Eq. 8, 1/2 (theta - mu)' Lambda (theta - mu), and its gradient."""
-        value, matrices, grads = 0.0, [to_matrix(theta, name) for name in layers_of(theta)], []
-        for name, matrix in zip(layers_of(theta), matrices):
+        matrices = {name: to_matrix(theta, name) for name in layers_of(theta)}
+        value, grads = 0.0, []
+        for name, matrix in matrices.items():
             D = matrix.detach() - to_matrix(self.mean, name)
             # Lambda_0 has the authors' values. DIFFERS: times the identity, not a matrix of ones.
             product = D * (1e-2 if name.startswith("linear") else 1e-4)
@@ -764,7 +764,8 @@ class Laplace(Posterior):
                 product = product + times(self.blocks[name], D)
             value = value + 0.5 * (D * product).sum()
             grads.append(product)
-        return value, torch.autograd.grad(matrices, theta.values(), grads)
+        # back to the parameters' shapes
+        return value, torch.autograd.grad(list(matrices.values()), theta.values(), grads)
 
     def absorb(self, theta, data, rng):
         """Lines 12 to 16 of Algorithm 1."""
@@ -878,16 +879,17 @@ class Variational(Posterior):
             grads = torch.autograd.grad(loss, params)
             sums = torch._foreach_add(sums, grads) if sums else grads  # one kernel for all
             total = total + loss.detach()
+        # d variance / d logvar = variance
         in_logvar = [g.sum(0) * v for g, v in zip(sums[len(mean) :], shared.values())]
         return total, sums[: len(mean)], in_logvar
 
     def gradient(self, theta, batch, alpha, k, rngs):
-        """Eq. 14's likelihoods; the mean adapts by gradients at the mean (Eqs. 33, 34)."""
+        """Eq. 14's expected losses; the mean adapts by gradients at the mean (Eqs. 33, 34)."""
         x_s, y_s, x_q, y_q = batch
         T, weight, queries = len(x_s), self.support_weight, []
         adapted, _ = adapt(spread(theta, T), x_s, y_s, alpha, k, second_order=True)
         for part in chunks(T, x_s.device):
-            mean = {n: v[part] for n, v in adapted.items()}
+            mean = leaves(adapted, part)
             queries.append(self.expected_loss(mean, x_q[part], y_q[part], rngs[part]))
         losses, in_adapted, in_logvar = zip(*queries)
         support_loss, in_mean, in_logvar_s = self.expected_loss(spread(theta, T), x_s, y_s, rngs)
@@ -941,13 +943,13 @@ def from_all(arrived, i, cfg, seed):
 
 
 def from_buffer(arrived, i, cfg, seed):
-    """Follow-The-Meta-Leader: uniformly from a buffer of J M tasks of each dataset so far. It is
-    not stored: a task is a function of its number."""
-    ends = [0, *itertools.accumulate(d.setting.iterations * cfg.meta_batch for d in arrived)]
+    """Follow-The-Meta-Leader: uniformly from a buffer of J M tasks of each dataset so far, the
+    newest included. It is not stored: a task is a function of its number."""
+    starts = [0, *itertools.accumulate(d.setting.iterations * cfg.meta_batch for d in arrived)]
     plan, batch = stream("cpu", seed, "plan", len(arrived) - 1, i), []
-    for n in torch.randint(ends[-1], (cfg.meta_batch,), generator=plan).tolist():
-        j = sum(n >= end for end in ends[1:])  # its dataset
-        rng = stream(arrived[j].images.device, seed, "task", j, n - ends[j])
+    for n in torch.randint(starts[-1], (cfg.meta_batch,), generator=plan).tolist():
+        j = sum(n >= start for start in starts[1:])  # its dataset
+        rng = stream(arrived[j].images.device, seed, "task", j, n - starts[j])
         batch.append((arrived[j], sample_tasks(arrived[j], "train", 1, cfg, rng)))
     return batch
 
@@ -983,9 +985,9 @@ def meta_step(theta: Params, posterior: Posterior, optimiser, batch, cfg: Config
             groups[data.setting.inner_steps].append((*tasks, alpha, rngs))
         before += len(index)
     for k, parts in groups.items():
-        *tasks, alpha, rngs = zip(*parts)
-        tasks, alpha, rngs = [torch.cat(t) for t in tasks], torch.cat(alpha), sum(rngs, [])
-        loss, grads = posterior.gradient(theta, tasks, alpha, k, rngs)
+        *tensors, rngs = zip(*parts)
+        *tasks, alpha = map(torch.cat, tensors)
+        loss, grads = posterior.gradient(theta, tasks, alpha, k, sum(rngs, []))
         sums = [a + b for a, b in zip(sums, (loss, *grads))]
     loss, *grads = (v / cfg.meta_batch for v in sum_over_ranks(sums))
     prior, prior_grads = posterior.penalty(theta)
@@ -1073,6 +1075,7 @@ class Run:
                     self.theta = self.initial(t)
                 self.optimiser = torch.optim.Adam(self.posterior.parameters(self.theta))
             for i in range(self.iteration, J):  # lines 4 to 11: meta-training on it
+                # Train-On-Everything: the newest dataset's decay, along its longer J
                 falls = sum(i >= f * J for f in data.setting.decay) if self.posterior.decays else 0
                 self.optimiser.param_groups[0]["lr"] = self.cfg.outer_rate * 0.1**falls
                 batch = self.method.source(self.sequence[: t + 1], i, self.cfg, seed)
@@ -1093,7 +1096,7 @@ class Run:
         data, J = self.sequence[t], self.iterations[t]
         costs = [n * (1 + d.setting.inner_steps) for n, d in zip(self.iterations, self.sequence)]
         stop = self.progress((sum(costs[:t]) + costs[t] * i / J) / sum(costs))
-        due = i % self.cfg.eval_every == 0 or i in (data.setting.iterations, J)
+        due = i % self.cfg.eval_every == 0 or i in (data.setting.iterations, J)  # toe's J is longer
         if due or stop or i % CHECKPOINT_EVERY == 0:
             finite = all(v.isfinite().all() for v in (loss, *self.theta.values()))
             need(finite, f"the loss of {self.job.name} became {loss.item()} on {data.name} by "
@@ -1241,7 +1244,7 @@ class Parser(argparse.ArgumentParser):
 
 def several(kind):
     def list(text):  # argparse says "invalid list value"
-        return tuple(kind(part) for part in text.split(","))
+        return tuple(map(kind, text.split(",")))
 
     return list
 
@@ -1268,14 +1271,14 @@ def options():
     add("fresh", "delete the results of this run and start over", action="store_true")
     add("start_from", "folder of a run whose parameters and posterior to begin with", type=Path)
     for name, text in PER_DATASET.items():
-        kind = float if name == "inner_rate" else int
+        kind = Setting.__annotations__[name]
         add(name, f"{text}; one for all datasets, or one for each", type=several(kind))
     special = dict(kl_weight=weight, jacobian_rate=float)
     for field in dataclasses.fields(Config):
         how = dict(type=special.get(field.name, field.type), choices=field.metadata["choices"])
         if field.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)
-        text = f"{field.metadata['help']} (default: {field.default}, or the schedule's)"
+        text = f"{field.metadata['help']} (default: {field.default}, or the experiment's)"
         add(field.name, text, **how)
     return parser
 
@@ -1294,11 +1297,11 @@ def parse(argv):
     need(args.command != "omniglot" or len(datasets) == 1, "omniglot takes one dataset; name one.")
     values = SCHEDULES[args.schedule] | experiment.every
     if args.schedule == "cpu" and len(experiment.cpu.get("iterations", ())) in (1, len(datasets)):
-        values |= experiment.cpu
+        values |= experiment.cpu  # else --sequence has another length
     usual = experiment.past_weight.get(args.method, Config.past_weight)
-    given = {key: value for key, value in vars(args).items() if value is not None}
-    values |= {"past_weight": usual} | {key: value for key, value in given.items()
-                                        if key in PER_DATASET or hasattr(Config, key)}
+    given = {key: value for key, value in vars(args).items() if value is not None
+             and (key in PER_DATASET or hasattr(Config, key))}
+    values |= {"past_weight": usual} | given
     settings = [DATASETS.get(name, OWN) for name in datasets]
     for key in PER_DATASET:
         each = values.pop(key, [getattr(setting, key) for setting in settings])
@@ -1385,7 +1388,7 @@ def revision():
 
 
 def heed(handler):
-    """Let the handler hear what ends a program, but for what nohup has it ignore."""
+    """Install a handler for SIGINT, SIGTERM and SIGHUP, unless they are ignored (nohup)."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
@@ -1393,7 +1396,7 @@ def heed(handler):
 
 def reporter(name):
     """A progress callback: a line every minute; True once a signal has asked to stop."""
-    asked, begun, said = [], None, time.time() - 50
+    asked, begun, said = [], None, time.time() - 50  # a first line after 10 s
 
     def stop(number, _):
         asked.append(number)
@@ -1447,7 +1450,7 @@ DISK_FAILED = 3  # exit status of a run; no other is started then
 
 
 def one_sentence(function, *args):
-    """A mistake of the user or the machine ends in one sentence and status 2."""
+    """A mistake of the user or the machine ends in one sentence, not a traceback."""
     for output in (sys.stdout, sys.stderr):
         output.reconfigure(errors="backslashreplace")  # names the terminal cannot show
     try:

@@ -3,8 +3,8 @@
 The plain versions that the properties compare with are also what `bash run.sh bench` measures boml.py against (the end).
 """
 import argparse, contextlib, dataclasses, functools, gzip, hashlib, http.server, io, itertools, json, math, multiprocessing
-import os, pickle, re, resource, shutil, signal, struct, subprocess, sys, tarfile, tempfile, threading, time, traceback
-import zipfile, zlib
+import os, pickle, re, resource, runpy, shutil, signal, struct, subprocess, sys, tarfile, tempfile, threading, time
+import traceback, zipfile, zlib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
@@ -1014,6 +1014,14 @@ def test_rotations_are_classes_of_their_own(seed, name):
     for s, split in enumerate(boml.SPLITS):
         expected = [c for c in range(15 * turns) if c % 15 % 3 == s]
         assert sorted(data.splits[split].tolist()) == expected
+
+
+def test_rotated_classes_outgrow_the_file_s_integers(tmp_path):
+    """100 classes with labels of one byte, turned four ways, are 400 classes."""
+    np.savez(tmp_path / "omniglot.npz", images=np.zeros((100, 28, 28), np.uint8), labels=np.arange(100, dtype=np.uint8),
+             classes=[f"{c:02}" for c in range(100)], split=["train"] * 100, origin=["real"])
+    data = boml.load_dataset(tmp_path / "omniglot.npz", boml.DATASETS["omniglot"])
+    assert data.rows.flatten().tolist() == list(range(400))
 
 
 @given(seeds, st.integers(2, 4), st.integers(1, 2), st.integers(1, 2), st.sampled_from(["omniglot", "cifar_fs"]))
@@ -2844,6 +2852,21 @@ def test_signal_ends_with_a_checkpoint(number, start, kill, fake_data, tmp_path)
         assert state["stage"] == 0 and 0 < state["iteration"] < 1000
 
 
+def test_ignored_ctrl_c_stays_ignored(monkeypatch, capsys):
+    """A run in the background, which the shell has ignore Ctrl-C, goes on ignoring it."""
+    monkeypatch.setattr(sys, "argv", ["boml.py", "--help"])
+    heard = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = [signal.getsignal(number) for number in heard]
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with pytest.raises(SystemExit):
+            runpy.run_path(boml.__file__, run_name="__main__")
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        for number, handler in zip(heard, before):
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("where", ["loss", "curvature"])
 def test_values_that_are_not_finite_stop_the_run(where, tmp_path, monkeypatch):
     """A loss or a curvature that is not finite ends the run in a sentence with the dataset, and the last good state is
@@ -3470,7 +3493,7 @@ BAD = [  # a command line, and what its sentence says
     bad("triathlon --past-weight 2,2.0000001", "--methods, --seeds or --past-weight repeats one"),
     bad("triathlon --past-weight 1 --methods maml", "--past-weight is for bomla and bomvi"),
     bad("triathlon --way 1", "--way is 1; it must be from 2 to"),
-    bad("triathlon --way 21", "cifar_fs has 20 classes for training or test, too few for --way 21; lower it"),
+    bad("triathlon --way 21", "cifar_fs has only 20 training or test classes, too few for --way 21; lower it"),
     bad("triathlon --shot 3", "too few for --shot 3 and --query 2"),
     bad("triathlon --query 15", "too few for --shot 1 and --query 15"),
     bad("triathlon --channels 1", "cifar_fs needs --channels 3"),
@@ -3484,7 +3507,7 @@ BAD = [  # a command line, and what its sentence says
     bad("run --sequence cifar_fs --data pipe", "pipe/cifar_fs.npz is not there"),
     bad("run --sequence cifar_fs --data half", "half/cifar_fs.npz is damaged"),
     bad("run --sequence cifar_fs --data void", "void/cifar_fs.npz is damaged"),
-    bad("run --sequence cifar_fs --data few", "cifar_fs has 4 classes for training or test, too few for --way 5"),
+    bad("run --sequence cifar_fs --data few", "cifar_fs has only 4 training or test classes, too few for --way 5"),
     # folders of one's own
     bad("run --sequence text", "'text' is neither one of omniglot"),
     bad("run --sequence none", "none has 0 class folders"),
