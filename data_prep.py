@@ -20,7 +20,7 @@ are read in place, never unpacked, and no pickle is ever loaded.
 """
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
 import argparse, csv, dataclasses, hashlib, html, http.client, io, itertools, json, math, os, re, stat
@@ -730,9 +730,11 @@ def prepare_runs(lines: list[list[str]], folder: Path) -> list:
         elif any(stand_in in each for each in learned):
             name = stand_in
         elif not all(name in each for each in learned) and not prepare(name, None, data):
-            if not any(name in each for each in learned):
-                prepare(stand_in, None, data)
-                name = stand_in
+            lack = [args.job.name for args, each in zip(todo, learned) if name not in each]
+            need(len(lack) == len(todo), f"{name} cannot be had, and only some of these runs have "
+                 f"learned it; leave out {', '.join(lack)}.")
+            prepare(stand_in, None, data)
+            name = stand_in
         names.append(name)
     chosen = [f"--sequence={','.join(names)}", f"--device={todo[0].device}",
               f"--schedule={todo[0].schedule}"]

@@ -2852,15 +2852,16 @@ def test_signal_ends_with_a_checkpoint(number, start, kill, fake_data, tmp_path)
         assert state["stage"] == 0 and 0 < state["iteration"] < 1000
 
 
-def test_ignored_ctrl_c_stays_ignored(monkeypatch, capsys):
+@pytest.mark.parametrize("program", [boml, data_prep], ids=["boml", "data_prep"])
+def test_ignored_ctrl_c_stays_ignored(program, monkeypatch, capsys):
     """A run in the background, which the shell has ignore Ctrl-C, goes on ignoring it."""
-    monkeypatch.setattr(sys, "argv", ["boml.py", "--help"])
+    monkeypatch.setattr(sys, "argv", [program.__file__, "--help"])
     heard = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     before = [signal.getsignal(number) for number in heard]
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with pytest.raises(SystemExit):
-            runpy.run_path(boml.__file__, run_name="__main__")
+            runpy.run_path(program.__file__, run_name="__main__")
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         for number, handler in zip(heard, before):
@@ -4490,17 +4491,22 @@ def test_learned_dataset_needs_no_stand_in(fake_data, tmp_path, monkeypatch):
     assert prepare_for(*line, "--sequence", "omniglot,mini_quickdraw") == ["omniglot", "mini_quickdraw"]
 
 
-def test_dataset_that_one_run_lacks_is_made_again(fake_data, tmp_path, monkeypatch):
-    """A dataset that only some of the runs have learned is prepared for the others, and not replaced by its stand-in."""
+@pytest.mark.parametrize("had", [True, False])
+def test_dataset_that_one_run_lacks(had, fake_data, tmp_path, monkeypatch):
+    """A dataset that only some of the runs have learned is prepared for the others; if it cannot be had, they are
+    refused before any run starts."""
     shutil.copytree(fake_data, tmp_path / "data")
     line = ["run", "--data", tmp_path / "data", *SMALL, "--out", tmp_path]
     work_here(*line, "--sequence", "omniglot", "--methods", "maml")
     (tmp_path / "data/omniglot.npz").unlink()
     asked = []
-    monkeypatch.setattr(data_prep, "prepare", lambda name, *_: asked.append(name))
+    monkeypatch.setattr(data_prep, "prepare", lambda name, *_: asked.append(name) or had)
     lines = [[f"--method={method}", *map(str, line), "--sequence=omniglot"] for method in ("maml", "bomvi")]
-    names = [args.sequence[0][0] for args, _ in data_prep.prepare_runs(lines, tmp_path)]
-    assert asked == ["omniglot"] and names == ["omniglot", "omniglot"]
+    refused = pytest.raises(boml.Problem, match="^omniglot cannot be had.*; leave out bomvi-0.$")
+    with contextlib.nullcontext() if had else refused:
+        names = [args.sequence[0][0] for args, _ in data_prep.prepare_runs(lines, tmp_path)]
+        assert names == ["omniglot", "omniglot"]
+    assert asked == ["omniglot"]
 
 
 def test_stand_in_that_is_learned_stays(stand_ins, tmp_path, monkeypatch):
