@@ -849,6 +849,10 @@ def half_width(values):
     return t * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 2 else math.inf
 
 
+def plus_minus(half):
+    return f" ± {half:.1f}" if math.isfinite(half) else ""
+
+
 def quarters(stages):
     return sorted({max(1, stages * q // 4) for q in (1, 2, 3, 4)})
 
@@ -871,8 +875,7 @@ def table(runs):
         for points in columns.values():
             values = [[ends[p] for ends in seeds if p in ends] for p in points]
             cell = " -> ".join(f"{np.mean(v):.1f}" if v else "not evaluated" for v in values)
-            half = half_width(values[-1])
-            cells.append(cell + (f" ± {half:.1f}" if math.isfinite(half) else ""))
+            cells.append(cell + plus_minus(half_width(values[-1])))
         done = f"{len(values[-1])} of " if len(values[-1]) < len(seeds) else ""
         lines.append(f"| {label_of(variant)} | {done}{len(seeds)} | {' | '.join(cells)} |")
     revisions = sorted({row["revision"] for rows in runs.values() for row in rows})
@@ -971,7 +974,7 @@ def verdicts(runs, claims):
         over = mean - float(margin.replace(" ", "") or 0)
         verdict = "holds" if (over > 0) == (sign == ">") else "fails"
         verdict = verdict if abs(over) > half else "inconclusive"
-        effect = f"{mean:+.1f} ± {half:.1f}" if apart else "not run"
+        effect = f"{mean:+.1f}{plus_minus(half)}" if apart else "not run"
         lines.append(f"| {section} | {claim} | {effect} | {len(apart)} | {verdict} |")
     return "\n".join(lines)
 
