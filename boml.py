@@ -24,7 +24,7 @@ Problems", ICML 2021, in one module to read from top to bottom with the paper at
     Tables 1 to 3        Config, DATASETS, EXPERIMENTS
 
 The lesson ends with Run.go; the rest is bookkeeping. DIFFERS marks the main departures from the
-paper or the authors' code; the README lists them all.
+paper or the authors' code; the README has a list.
 `bash run.sh triathlon` (data_prep.py) prepares the data, runs all methods and reports;
 `python boml.py triathlon --method bomla` is one run, if data/ is there.
 

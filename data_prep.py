@@ -948,10 +948,10 @@ def accuracies(rows) -> dict[str, float]:
     names, stages, at = rows[0]["datasets"], rows[0]["stages"], stage_ends(rows)
     own, end, q = list(enumerate(names, 1)), [(stages, n) for n in names], max(1, stages // 4)
     tasks = [(t, names[0]) for t in range(1, stages + 1)]
-    points = {"own past": own[:-1], "own new": own[1:], "end past": end[:-1], "end last": end[-1:],
-              "end all": end, "own first": own[:1], "next first": [(2, names[0])],
+    points = {"own new": own[1:], "end past": end[:-1], "end last": end[-1:], "end all": end,
+              "own first": own[:1], "next first": [(2, names[0])],
               "first tasks": tasks[:q], "last tasks": tasks[-q:]}
-    points |= {f"{key} {n}": [p] for key, some in (("own", own), ("end", end)) for n, p in zip(names, some)}
+    points |= {f"own {n}": [p] for n, p in zip(names, own)} | {f"end {p[1]}": [p] for p in end}
     means = {key: float(np.mean([at.get(p, math.nan) for p in some]))
              for key, some in points.items() if some}
     early = [100 * r["accuracy"] for r in rows if r["iteration"] == r["newest"]

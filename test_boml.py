@@ -3003,7 +3003,7 @@ def test_claims_are_of_runs_that_can_be_had():
 
 
 CELLS = {  # (stage, dataset) of a key, with three datasets, or with a sequence of eight tasks
-    "own past": [(0, 0), (1, 1)], "own new": [(1, 1), (2, 2)], "end past": [(2, 0), (2, 1)], "end last": [(2, 2)],
+    "own new": [(1, 1), (2, 2)], "end past": [(2, 0), (2, 1)], "end last": [(2, 2)],
     "end all": [(2, 0), (2, 1), (2, 2)], "early last": [], "first tasks": [(0, 0), (1, 0)],
     "last tasks": [(6, 0), (7, 0)], "own first": [(0, 0)], "next first": [(1, 0)], "own d0": [(0, 0)],
     "own d1": [(1, 1)], "end d0": [(2, 0)], "end d1": [(2, 1)]}
