@@ -4382,7 +4382,8 @@ def npz_in(folder):
 def prepare_for(*argv):
     """The names of the datasets that run.sh gives to the runs of a command line, once it has prepared them."""
     with tempfile.TemporaryDirectory() as folder:
-        (args, _), = data_prep.prepare_runs([["--method=maml", *map(str, argv)]], Path(folder))
+        line = ["--method=maml", f"--out={folder}", *map(str, argv)]  # not the runs of this checkout
+        (args, _), = data_prep.prepare_runs([line], Path(folder))
     return [name for name, _ in args.sequence]
 
 
@@ -4432,7 +4433,7 @@ def test_stand_ins_are_taken(stand_ins, monkeypatch):
 def test_stand_ins_are_not_taken_unasked(stand_ins):
     """boml.py alone takes no stand-in, though it is there: a missing dataset is an error."""
     with pytest.raises(boml.Problem, match="omniglot.npz is not there"):
-        boml.load_sequence(boml.parse(["triathlon", "--data", str(stand_ins)]))
+        boml.load_sequence(boml.parse(["triathlon", "--data", str(stand_ins), "--out", str(stand_ins)]))
 
 
 def test_mistyped_folder_names_the_way_out(tmp_path):
