@@ -4439,7 +4439,7 @@ def test_stand_ins_are_not_taken_unasked(stand_ins):
 def test_mistyped_folder_names_the_way_out(tmp_path):
     """A mistyped --data is an error of boml.py that names the file and how to make it."""
     with pytest.raises(boml.Problem) as problem:
-        boml.main(["triathlon", "--data", str(tmp_path / "daat")])
+        boml.main(["triathlon", "--data", str(tmp_path / "daat"), "--out", str(tmp_path)])
     for part in (f"{tmp_path / 'daat'}/omniglot.npz", "bash run.sh data omniglot"):
         assert part in str(problem.value)
     assert "\n" not in str(problem.value) and not (tmp_path / "daat").exists()
