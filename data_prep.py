@@ -1067,7 +1067,7 @@ def report_all(argv: list[str]):
     parser = boml.Parser("run.sh report", description="Tables, verdicts and figures of all runs.")
     parser.add_argument("--out", type=Path, default=boml.HERE / "runs", help="folder of results")
     out = parser.parse_args(argv).out
-    folders = sorted({path.parents[1] for path in out.glob("*/*/record.jsonl")})
+    folders = sorted({path.parents[1] for path in out.glob("**/*/record.jsonl")})
     need(folders, f"{out} holds no records; run an experiment, or name another --out.")
     print("\n".join(map(report, folders)))
 

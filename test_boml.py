@@ -3090,6 +3090,15 @@ def test_report_needs_only_the_records(tmp_path, capsys):
     assert all((tmp_path / name / "accuracy.svg").exists() for name in ("triathlon", "run"))
 
 
+@pytest.mark.parametrize("out", ["", "runs", "runs/demo", "runs/demo/run"])
+def test_report_finds_records_at_any_depth(out, tmp_path, capsys):
+    """A report on a folder is of the runs of every experiment in it, however deep, or of the one that it is."""
+    put(tmp_path / "runs/demo/run", made_up("maml", 0, TWO, experiment="run"))
+    data_prep.main(["report", "--out", str(tmp_path / out)])
+    assert "| Sequential MAML | 1 |" in capsys.readouterr().out
+    assert (tmp_path / "runs/demo/run/report.md").exists()
+
+
 def test_sequence_of_ones_own_has_no_claims(tmp_path):
     """A sequence of the user's own is not held against the paper."""
     put(tmp_path, *(made_up(m, s, TWO, experiment="run") for m in ("maml", "bomla") for s in range(3)))
