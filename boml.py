@@ -36,8 +36,8 @@ outputs and P parameters for each output; names end in _s for support sets, _q f
 
 Measured on real images (long schedule, three seeds, torch 2.13.0 on a CPU, revision a3cf605;
 figures/triathlon): accuracy on Omniglot right after its 5000 iterations -> after those on
-miniQuickDraw and CIFAR-FS: sequential MAML 97.2 -> 50.5 %, BomLA 97.3 -> 96.2 %, with all
-old data Follow-The-Meta-Leader 97.3 -> 97.5 %; two seeds: BomVI 96.6 -> 72.2 %.
+miniQuickDraw and CIFAR-FS: sequential MAML 97.2 -> 50.5 %, BomLA 97.3 -> 96.2 %, BomVI
+96.1 -> 71.6 %, with all old data Follow-The-Meta-Leader 97.3 -> 97.5 %.
 """
 import os, signal
 
