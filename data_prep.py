@@ -984,11 +984,13 @@ COLOURS = {"maml": "#d55e00", "bomla": "#222222", "bomvi": "#cc79a7", "toe": "#0
 
 
 def figure(runs) -> str:
-    """Accuracy along the training as SVG: a panel per dataset, its own stage shaded, chance dashed;
-    a line per variant, with a band of one standard deviation over seeds."""
+    """Accuracy along the training as SVG: a panel per dataset, its own stage shaded, from chance,
+    dashed, upwards, or one for a task sequence; a line per variant, with a band of one standard
+    deviation over seeds."""
     first, svg = next(iter(runs.values()))[0], []
     names, stages = first["datasets"], first["stages"]
-    width, height, y = 800, 140 if len(names) > 1 else 300, 16
+    is_of_tasks, x, y = stages != len(names), 40, 16
+    width, tens = 800, 100 if is_of_tasks else 24  # tens: the height of 10 points
     variants = list(dict.fromkeys(variant for variant, _ in runs))
     others = itertools.cycle(["#e69f00", "#56b4e9", "#8c564b", "#7f7f7f"])
     colours = {v: COLOURS.get(v) or next(others) for v in variants}
@@ -999,50 +1001,57 @@ def figure(runs) -> str:
     def write(words, x, y, more=""):
         svg.append(f"<text x='{x:.0f}' y='{y:.0f}' {more}>{html.escape(words)}</text>")
 
-    def place(t, a):
-        return f"{40 + width * t / stages:.1f} {y + height * (1 - a):.1f}"
+    def place(t, a):  # y is at the bottom of the panel, an accuracy of low / 10
+        return f"{40 + width * t / stages:.1f} {y - tens * (10 * a - low):.1f}"
 
-    write(f"{heading(first)}: accuracy in % along the training", 40, y, "font-size='14'")
-    for n, v in enumerate(variants):
-        y += 18 * (n % 4 == 0)
-        write(label_of(v), 40 + 200 * (n % 4), y, f"font-weight='bold' fill='{colours[v]}'")
-    y += 12
+    write(f"{heading(first)}: accuracy in % along the training", x, y, "font-size='14'")
+    y += 20
+    for v in variants:
+        long = 7.3 * len(label_of(v))  # about, in bold
+        x, y = (40, y + 18) if x + long > 40 + width else (x, y)
+        write(label_of(v), x, y, f"font-weight='bold' fill='{colours[v]}'")
+        x += long + 20
     for j, name in enumerate(names):
-        if stages == len(names):
-            corners = place(j, 0), place(j + 1, 0), place(j + 1, 1), place(j, 1)
-            path("L".join(corners), fill="#eee")
-        for tick in (0, 20, 40, 60, 80, 100):
-            path(f"{place(0, tick / 100)}h{width}", "#ddd")
-            write(str(tick), 14, y + height * (1 - tick / 100) + 4)
-        path(f"{place(0, 1 / first['way'])}h{width}", "#999", more="stroke-dasharray='4'")
-        for v in variants:
-            for line in curves(runs, v, name):
-                upper = [place(t, mean + sd) for t, mean, sd in line]
-                lower = [place(t, mean - sd) for t, mean, sd in line]
-                path("L".join(upper + lower[::-1]), fill=colours[v], more="opacity='0.2'")
-                middle = "L".join(place(t, mean) for t, mean, _ in line) + "h0"  # a point is a dot
-                path(middle, colours[v], more="stroke-width='2.5' stroke-linecap='round'")
-        seen = any(r["evaluated"] == name for rows in runs.values() for r in rows)
-        write(name if seen else f"{name}: not evaluated", 46, y + height - 6, "font-weight='bold'")
-        y += height + 16
-    ends = {t: f"task {t}" for t in quarters(stages)}
-    for t, words in enumerate(names, 1) if stages == len(names) else ends.items():
-        x = 40 + width * t / stages
-        write(words, x, y, f"text-anchor='end' transform='rotate(-15 {x:.0f} {y})'")
-    return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width + 60} {y + 50}' "
+        lines = [(v, line) for v in variants for line in curves(runs, v, name)]
+        reach = [a for _, line in lines for _, mean, sd in line for a in (mean - sd, mean + sd)]
+        reach = reach + ([] if is_of_tasks else [1 / first["way"]]) or [0, 1]
+        low = math.floor(10 * min(reach))
+        high = max(low + 1, math.ceil(10 * max(reach)))
+        write(name if lines else f"{name}: not evaluated", 40, y + 26, "font-weight='bold'")
+        y += 32 + tens * (high - low)
+        if not is_of_tasks:
+            corners = (j, low), (j + 1, low), (j + 1, high), (j, high)
+            path("L".join(place(t, a / 10) for t, a in corners), fill="#eee")
+        for tick in range(low, high + 1):
+            path(f"{place(0, tick / 10)}h{width}", "#ddd")
+            write(str(10 * tick), 14, y - tens * (tick - low) + 4)
+        if not is_of_tasks:
+            path(f"{place(0, 1 / first['way'])}h{width}", "#666", more="stroke-dasharray='4'")
+        for v, line in lines:
+            upper = [place(t, mean + sd) for t, mean, sd in line]
+            lower = [place(t, mean - sd) for t, mean, sd in line]
+            path("L".join(upper + lower[::-1]), fill=colours[v], more="opacity='0.2'")
+            middle = "L".join(place(t, mean) for t, mean, _ in line) + "h0"  # a point is a dot
+            thick = 2 if len(line) > 1 else 6
+            path(middle, colours[v], more=f"stroke-width='{thick}' stroke-linecap='round'")
+    words = {t + 0.5: name for t, name in enumerate(names)}
+    words = {t: f"task {t}" for t in quarters(stages)} if is_of_tasks else words
+    for t, word in words.items():
+        write(word, 40 + width * t / stages, y + 18, "text-anchor='middle'")
+    return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width + 70} {y + 30}' "
             "font-size='12' font-family='sans-serif'>\n<rect width='100%' height='100%' "
             "fill='white'/>\n" + "\n".join(svg) + "\n</svg>\n")
 
 
 def curves(runs, variant, name):
     """A variant's lines in a panel, of (time in stages, mean, standard deviation): one, or from
-    scratch one per stage."""
+    scratch one per stage. Of a task sequence only the ends of its stages."""
     lines = defaultdict(lambda: defaultdict(list))
-    rows = [r for (v, _), rows in runs.items() if v == variant for r in rows]
     from_scratch = [method for method, m in boml.METHODS.items() if m.from_scratch]
-    for r in rows:
-        if r["evaluated"] == name:
-            line = lines[r["stage"] if r["method"] in from_scratch else 0]
+    for r in (r for (v, _), rows in runs.items() if v == variant for r in rows):
+        is_of_tasks, at_end = r["stages"] != len(r["datasets"]), r["iteration"] == r["iterations"]
+        if r["evaluated"] == name and (at_end or not is_of_tasks):
+            line = lines[r["stage"] if r["method"] in from_scratch and not is_of_tasks else 0]
             line[r["stage"] - 1 + r["iteration"] / r["iterations"]].append(r["accuracy"])
     return [[(t, np.mean(a), np.std(a)) for t, a in sorted(line.items())]
             for _, line in sorted(lines.items())]

@@ -3221,10 +3221,19 @@ class Panels:
         assert root.tag == f"{space}svg"
         self.words = [e.text for e in root.iter(f"{space}text")]
         paths = [dict(e.attrib, points=self.points(e.attrib["d"])) for e in root.iter(f"{space}path")]
-        grid = [p["points"] for p in paths if p["stroke"] == "#ddd"]
-        grid = [grid[n : n + 6] for n in range(0, len(grid), 6)]  # at 0, 20, ..., 100 %
-        self.left, self.right = grid[0][0][0][0], grid[0][0][1][0]
-        self.bottom, self.top = ([g[n][0][1] for g in grid] for n in (0, -1))
+        (self.left, _), (self.right, _) = next(p["points"] for p in paths if p["stroke"] == "#ddd")
+        grid = []  # of each panel: pixels by percent, from the numbers beside it
+        for line, number in itertools.pairwise(root):
+            if line.get("stroke") == "#ddd":
+                percent, y = int(number.text), self.points(line.attrib["d"])[0][1]
+                assert abs(float(number.attrib["y"]) - 4 - y) < 1
+                grid += [{}] if not grid or percent < max(grid[-1]) else []
+                grid[-1][percent] = y
+        for panel in grid:
+            assert list(panel) == list(range(min(panel), max(panel) + 1, 10))
+            assert len(np.unique(np.diff(list(panel.values())).round(1))) == 1
+        self.low, self.high = ([end(panel) / 100 for panel in grid] for end in (min, max))
+        self.bottom, self.top = ([panel[end(panel)] for panel in grid] for end in (min, max))
         self.T, self.panels = next(iter(runs.values()))[0]["stages"], len(grid)
         kind = lambda key, value: [p for p in paths if p.get(key) == value]
         self.shaded, self.dashed = kind("fill", "#eee"), kind("stroke-dasharray", "4")
@@ -3249,8 +3258,9 @@ class Panels:
 
     def place(self, panel, t, accuracy):
         """Where stages t and an accuracy are in a panel."""
+        part = (accuracy - self.low[panel]) / (self.high[panel] - self.low[panel])
         return (self.left + (self.right - self.left) * t / self.T,
-                self.bottom[panel] + (self.top[panel] - self.bottom[panel]) * accuracy)
+                self.bottom[panel] + (self.top[panel] - self.bottom[panel]) * part)
 
 
 def figure_runs(n, variants=("maml", "bomla@1000", "bomla", "toe"), seeds=(0, 1)):
@@ -3314,7 +3324,7 @@ def test_figure_shades_the_own_stage(n):
     found = Panels(runs)
     assert len(found.shaded) == n
     for j, area in enumerate(found.shaded):
-        corners = {found.place(j, t, a) for t in (j, j + 1) for a in (0, 1)}
+        corners = {found.place(j, t, a) for t in (j, j + 1) for a in (found.low[j], found.high[j])}
         assert_close(sorted(area["points"]), sorted(corners), atol=0.1)
 
 
@@ -3328,12 +3338,37 @@ def test_figure_has_a_line_at_chance(n, way):
         assert_close(line["points"], [found.place(j, 0, 1 / way), found.place(j, n, 1 / way)], atol=0.1)
 
 
+def test_figure_of_tasks_all_right_or_none_ended():
+    """The figure of a task sequence is drawn also where all answers are right and where no task has ended."""
+    rows = made_up("bomla", 0, [[1.0]] * 8)
+    found = Panels({("bomla", 0): rows})
+    assert found.top[0] < found.bottom[0] and found.panel_of(found.lines[0]) == 0
+    assert not Panels({("bomla", 0): [row | dict(iterations=10**6) for row in rows]}).lines
+
+
+@pytest.mark.parametrize("way", [2, 5])
+def test_figure_panels_reach_as_far_as_their_curves(way):
+    """A panel holds its band and chance, which may be above it, and ends less than ten points beyond them."""
+    runs, _ = figure_runs(3, ["maml"])
+    found = Panels({key: [row | dict(way=way) for row in rows] for key, rows in runs.items()})
+    for j, band in enumerate(found.bands):
+        accuracies = [0.3 + 0.02 * j + a for a in (0, 0.22)] + [1 / way]  # mean -+ sd of the first and last stage
+        assert found.low[j] <= min(accuracies) < found.low[j] + 0.1
+        assert found.high[j] - 0.1 < max(accuracies) <= found.high[j]
+        assert found.panel_of(band) == j
+
+
 def test_figure_of_a_task_sequence():
-    """The figure of a task sequence has one panel with a line along all tasks, no stage shaded, and names the tasks."""
-    runs = {("bomla", 0): made_up("bomla", 0, [[0.3 + 0.05 * t] for t in range(8)])}
+    """The figure of a task sequence has one panel with a line per variant through the ends of all tasks, no stage
+    shaded, no chance, and names the tasks."""
+    runs = {(v, 0): made_up(v, 0, [[0.3 + 0.05 * t] for t in range(8)]) for v in ("bomla", "toe")}
+    for (v, _), rows in runs.items():
+        runs[v, 0] = [dict(r, iteration=i, iterations=9, accuracy=r["accuracy"] - (9 - i) / 100)
+                      for r in rows for i in (3, 9)]
     found = Panels(runs)
-    assert found.panels == len(found.lines) == 1 and not found.shaded
-    assert_close(found.lines[0]["points"], [found.place(0, t + 1, 0.3 + 0.05 * t) for t in range(8)], atol=0.1)
+    assert found.panels == 1 and len(found.lines) == 2 and not found.shaded and not found.dashed
+    for line in found.lines:
+        assert_close(line["points"], [found.place(0, t + 1, 0.3 + 0.05 * t) for t in range(8)], atol=0.1)
     assert {"task 2", "task 4", "task 6", "task 8"} <= set(found.words)
 
 
