@@ -108,7 +108,8 @@ class Config:
     eval_tasks: int = option(100, "tasks per evaluation of a dataset")
     eval_every: int = option(500, "iterations between evaluations")
     split: str = option("test", "classes to evaluate on", choices=("test", "val"))
-    past_weight: float = option(100.0, "lambda", 1e-9)
+    past_weight: float = option(100.0, "lambda; BomVI's prior has the posterior's variance / "
+                                "lambda, anew after each dataset", 1e-9)
     hessian_tasks: int = option(5000, "tasks for a dataset's curvature (BomLA)")
     averaging: str = option("averages", "product of averages over tasks, or average of products as "
                             "in the paper (BomLA)", choices=("averages", "products"))
@@ -120,12 +121,12 @@ class Config:
     support_hessian: bool = option(False, "add the support loss's curvature (BomLA)")
     mc_samples: int = option(20, "S, Monte Carlo samples (BomVI)")
     initial_logvar: float = option(-10.0, "initial log-variance; the paper: -5 or -10 (BomVI)", -99)
-    first_variance: float = option(1.0, "variance of the first prior; the authors': the initial "
-                                   "one (BomVI)", 1e-9)
+    first_variance: float = option(1.0, "variance of the first prior, around the initial mean; the "
+                                   "authors': the initial one (BomVI)", 1e-9)
     logvar_rate: float = option(0.001, "learning rate of the log-variances (BomVI)")
     kl_weight: float | str = option("authors", "weight of the KL: paper, 1/(N Q); authors, "
                                     "1/48000; or a number (BomVI)")
-    tasks: int = option(230, "tasks in the Omniglot sequence; the paper has 254")
+    tasks: int = option(230, "tasks in the Omniglot sequence, at most all 230; the paper has 254")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -182,7 +183,7 @@ EXPERIMENTS = {
 }
 SCHEDULES = {
     "paper": {},
-    # Fewer tasks, query images and samples; in "cpu" fewer iterations, too.
+    # Fewer tasks, query images and samples; in "cpu" fewer iterations, too: so faster variances.
     "long": dict(query=5, meta_batch=4, hessian_tasks=1000, mc_samples=1),
     "cpu": dict(iterations=(300,), query=5, meta_batch=4, eval_every=450, hessian_tasks=100,
                 mc_samples=1, logvar_rate=0.005),
@@ -295,7 +296,8 @@ def stream(device, *key) -> torch.Generator:
 
 
 def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Tensor:
-    """Indices of images (T, N, K+Q). The top k of uniform numbers are k random ones."""
+    """Indices of images (T, N, K+Q). The top k of uniform numbers are k random ones in random
+    order: a class has another label in each task."""
     device, classes = data.images.device, data.splits[split]
     u = torch.rand(tasks, len(classes), generator=rng, device=device)
     if data.alphabet is not None:  # only the first class's alphabet
@@ -585,7 +587,8 @@ class Posterior:
 #   linear  D (N, features + 1), the bias last
 #   norm    D (O, 2), scale and shift; the block is not a product but (O, 2, 2), one per channel
 
-# (A, G), maybe stacked over tasks or over the pairs of a sum; of a norm layer one tensor.
+# (A, G) of T networks, (T, P, P) and (T, O, O); or of a sum of r pairs, (r, P, P) and (r, O, O). A
+# norm layer has one tensor, (T, O, 2, 2) or (O, 2, 2).
 Block = tuple[Tensor, ...]
 
 
@@ -605,7 +608,9 @@ def to_matrix(p: Params, name: str) -> Tensor:
 
 
 def input_factor(name: str, x: Tensor, T: int) -> Tensor:
-    """A (T, P, P): the input's outer products, summed over locations, mean over images."""
+    """A (T, P, P): the input's outer products, summed over locations, mean over images. A sum here
+    and a mean in G: gradients at a conv's locations count as independent and alike (Grosse and
+    Martens 2016)."""
     if name.startswith("conv"):
         cols = patches(x, T)
         return cols @ cols.mT / len(x)
@@ -616,8 +621,9 @@ def input_factor(name: str, x: Tensor, T: int) -> Tensor:
 def output_factor(name: str, x: Tensor, g: Tensor, T: int) -> Tensor:
     """G (T, O, O): the mean over images and locations of g g', where g is the output's gradient.
 
-    Batch norm: (T, O, 2, 2), the outer product of the batch's summed gradient in (scale, shift),
-    over B: its statistics mix the images, so each image alone would be wrong.
+    Batch norm: (T, O, 2, 2), a block per channel (Osawa et al. 2020), the outer product of the
+    batch's summed gradient in (scale, shift), over B: its statistics mix the images, so each image
+    alone would be wrong.
     """
     if name.startswith("conv"):
         g = g.unflatten(1, (T, -1)).permute(1, 2, 0, 3, 4).flatten(2)  # (T, O, B*H*W)
@@ -684,8 +690,9 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
     theta by I - a H, the Jacobian of an adaptation of one step; a block for each layer.
 
     DIFFERS: the paper has a = 1 (Eq. 12), but a step of SGD has a = alpha.
-    The mean over tasks is of A, A_q, G, G_q, as in the authors' code, or of AA_q, ... (Eq. 28). A
-    batch is x_s, y_s, x_q, y_q, and u_s, u_q for fisher_blocks.
+    `averages`, as in the authors' code: A, G, A_q, G_q are averaged over tasks, then multiplied.
+    `products` (Eq. 28): multiplied out for each task, then each side of the four pairs is averaged.
+    A batch is x_s, y_s, x_q, y_q, and u_s, u_q for fisher_blocks.
     """
     products, tasks = cfg.averaging == "products", 0
     support_sums, query_sums, blocks = {}, {}, {}
@@ -790,8 +797,9 @@ class Laplace(Posterior):
 
 # -------------------------------------------------------------------------------------- Variational
 # BomVI: theta ~ N(mean, diag(variance)); the mean is what is called theta elsewhere. By local
-# reparameterisation, not weights but pre-activations are sampled, from their normal distribution;
-# and batch norm's scale and shift, for each image.
+# reparameterisation, not weights but pre-activations are sampled, each from its own normal
+# distribution: independently at every image and location, though one weight serves them all. Batch
+# norm's scale and shift are drawn for each image.
 
 
 def noisy_layer(variance: Params, noise: Tensor):
@@ -851,12 +859,12 @@ class Variational(Posterior):
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
         self.support_weight = cfg.shot / cfg.query
-        # DIFFERS: Eq. 14 divided by N Q has KL / (N Q); the authors also divide the KL by
-        # tasks and samples: by 75 x 32 x 20 in the paper's N-athlons, here on every schedule.
+        # DIFFERS: Eq. 14 divided by N Q has KL / (N Q). The authors divide the KL by tasks and
+        # samples, too: by 75 x 32 x 20 in the paper's N-athlons, which we take everywhere.
         named = {"paper": 1 / (cfg.way * cfg.query), "authors": 1 / (75 * 32 * 20)}
         self.kl_weight = named.get(cfg.kl_weight, cfg.kl_weight)
         self.logvar = leaves(filled(theta, cfg.initial_logvar))
-        self.prior_mean = filled(theta, 0.0)
+        self.prior_mean = {n: v.detach().clone() for n, v in theta.items()}
         self.prior_logvar = filled(theta, math.log(cfg.first_variance))
 
     def parameters(self, theta):
@@ -908,7 +916,8 @@ class Variational(Posterior):
         return kl.detach(), torch.autograd.grad(kl, [*theta.values(), *self.logvar.values()])
 
     def absorb(self, theta, data, rng):
-        """The posterior is the next prior; lambda, 1 in the paper, divides its variance."""
+        """The posterior is the next prior; lambda, 1 in the paper, divides its variance, so that
+        unlike BomLA's it weighs older datasets more: by lambda^2, lambda^3, ..."""
         log_lambda = math.log(self.cfg.past_weight)
         self.prior_mean = {n: v.detach().clone() for n, v in theta.items()}
         self.prior_logvar = {n: v.detach() - log_lambda for n, v in self.logvar.items()}
@@ -945,7 +954,11 @@ def from_all(arrived, i, cfg, seed):
 
 def from_buffer(arrived, i, cfg, seed):
     """Follow-The-Meta-Leader: uniformly from a buffer of J M tasks of each dataset so far, the
-    newest included. It is not stored: a task is a function of its number."""
+    newest's all at once. It is not stored: a task is a function of its number.
+
+    DIFFERS: this is Train-On-Everything without starting over. The paper's retains "the online
+    characteristic" (Section 6.3); how, is not public.
+    """
     starts = [0, *itertools.accumulate(d.setting.iterations * cfg.meta_batch for d in arrived)]
     plan, batch = stream("cpu", seed, "plan", len(arrived) - 1, i), []
     for n in torch.randint(starts[-1], (cfg.meta_batch,), generator=plan).tolist():

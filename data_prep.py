@@ -1105,6 +1105,7 @@ def classify(argv: list[str]):
     need(settings["method"] in boml.METHODS, f"{args.source} is a run of an unknown method.")
     cfg = boml.Config(**{f.name: settings[f.name] for f in dataclasses.fields(boml.Config)
                          if f.name in settings})
+    cfg = dataclasses.replace(cfg, mc_samples=boml.Config.mc_samples)  # a short run has one
     alpha = learned["inner_rate"] if args.inner_rate is None else args.inner_rate
     k = learned["eval_steps"] if args.eval_steps is None else args.eval_steps
     boml.check("inner_rate", alpha, 0)
