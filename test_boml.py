@@ -2619,9 +2619,10 @@ def test_start_from_begins_where_the_other_ended(method, fake_data, tmp_path):
 
 @pytest.mark.parametrize("method, classes", [("maml", 2), ("bomla", 3), ("bomvi", 5)])
 def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_path, monkeypatch):
-    """classify writes the probabilities that adapting and predicting give on the same task, and leaves out what is no
-    image."""
-    work_here("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--methods", method, "--out", tmp_path)
+    """classify writes the probabilities that adapting and predicting give on the same task, with the paper's 20 samples,
+    and leaves out what is no image."""
+    work_here("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--initial-logvar", -3, "--methods", method,
+              "--out", tmp_path)
     own_folder(tmp_path / "labelled", classes, 1), own_folder(tmp_path / "images", classes, 3)
     shutil.copytree(tmp_path / "images", tmp_path / "good")
     (tmp_path / "images/class 0/broken.png").write_bytes(b"no image")
