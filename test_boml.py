@@ -854,8 +854,8 @@ def test_kl_with_itself_is_zero(seed):
 @given(seeds, st.sampled_from([0.1, 1.0, 30.0]))
 def test_penalty_is_the_kl_to_the_prior(seed, past_weight):
     """The penalty is kl_weight times the KL from the posterior to the prior, at first around the initial mean, which
-    after absorbing is the posterior with its variance divided by lambda; so for lambda = 1 the penalty then vanishes, and so does its gradient; and the
-    prior stays where it is when the posterior moves on."""
+    after absorbing is the posterior with its variance divided by lambda; so for lambda = 1 the penalty then vanishes,
+    and so does its gradient; and the prior stays where it is when the posterior moves on."""
     _, theta, _, _ = tiny(seed)
     posterior = variational(theta, -3.0, kl_weight=0.5, first_variance=2.0, past_weight=past_weight)
     flat = torch.cat([v.detach().flatten() for v in theta.values()]).numpy()
