@@ -981,66 +981,78 @@ def verdicts(runs, claims):
 
 COLOURS = {"maml": "#d55e00", "bomla": "#222222", "bomvi": "#cc79a7", "toe": "#0072b2",
            "ftml": "#009e73"}
+WIDTH = 800  # of a panel, in pixels
+
+
+def svg_path(d, stroke="none", fill="none", more=""):
+    return f"<path d='M{d}' stroke='{stroke}' fill='{fill}' {more}/>"
+
+
+def svg_text(words, x, y, more=""):
+    return f"<text x='{x:.0f}' y='{y:.0f}' {more}>{html.escape(words)}</text>"
 
 
 def figure(runs) -> str:
-    """Accuracy along the training as SVG: a panel per dataset, its own stage shaded, from chance,
-    dashed, upwards, or one for a task sequence; a line per variant, with a band of one standard
-    deviation over seeds."""
-    first, svg = next(iter(runs.values()))[0], []
+    """Accuracy along the training as SVG: a panel per dataset, or one for a task sequence; a line
+    per variant, with a band of one standard deviation over seeds."""
+    first = next(iter(runs.values()))[0]
     names, stages = first["datasets"], first["stages"]
-    is_of_tasks, x, y = stages != len(names), 40, 16
-    width, tens = 800, 100 if is_of_tasks else 24  # tens: the height of 10 points
+    title = f"{heading(first)}: accuracy in % along the training"
+    svg = [svg_text(title, 40, 16, "font-size='14'")]
     variants = list(dict.fromkeys(variant for variant, _ in runs))
     others = itertools.cycle(["#e69f00", "#56b4e9", "#8c564b", "#7f7f7f"])
     colours = {v: COLOURS.get(v) or next(others) for v in variants}
-
-    def path(d, stroke="none", fill="none", more=""):
-        svg.append(f"<path d='M{d}' stroke='{stroke}' fill='{fill}' {more}/>")
-
-    def write(words, x, y, more=""):
-        svg.append(f"<text x='{x:.0f}' y='{y:.0f}' {more}>{html.escape(words)}</text>")
-
-    def place(t, a):  # y is at the bottom of the panel, an accuracy of low / 10
-        return f"{40 + width * t / stages:.1f} {y - tens * (10 * a - low):.1f}"
-
-    write(f"{heading(first)}: accuracy in % along the training", x, y, "font-size='14'")
-    y += 20
+    x, y = 40, 36
     for v in variants:
         long = 7.3 * len(label_of(v))  # about, in bold
-        x, y = (40, y + 18) if x + long > 40 + width else (x, y)
-        write(label_of(v), x, y, f"font-weight='bold' fill='{colours[v]}'")
+        x, y = (40, y + 18) if x + long > 40 + WIDTH else (x, y)
+        svg.append(svg_text(label_of(v), x, y, f"font-weight='bold' fill='{colours[v]}'"))
         x += long + 20
     for j, name in enumerate(names):
-        lines = [(v, line) for v in variants for line in curves(runs, v, name)]
-        reach = [a for _, line in lines for _, mean, sd in line for a in (mean - sd, mean + sd)]
-        reach = reach + ([] if is_of_tasks else [1 / first["way"]]) or [0, 1]
-        low = math.floor(10 * min(reach))
-        high = max(low + 1, math.ceil(10 * max(reach)))
-        write(name if lines else f"{name}: not evaluated", 40, y + 26, "font-weight='bold'")
-        y += 32 + tens * (high - low)
-        if not is_of_tasks:
-            corners = (j, low), (j + 1, low), (j + 1, high), (j, high)
-            path("L".join(place(t, a / 10) for t, a in corners), fill="#eee")
-        for tick in range(low, high + 1):
-            path(f"{place(0, tick / 10)}h{width}", "#ddd")
-            write(str(10 * tick), 14, y - tens * (tick - low) + 4)
-        if not is_of_tasks:
-            path(f"{place(0, 1 / first['way'])}h{width}", "#666", more="stroke-dasharray='4'")
-        for v, line in lines:
-            upper = [place(t, mean + sd) for t, mean, sd in line]
-            lower = [place(t, mean - sd) for t, mean, sd in line]
-            path("L".join(upper + lower[::-1]), fill=colours[v], more="opacity='0.2'")
-            middle = "L".join(place(t, mean) for t, mean, _ in line) + "h0"  # a point is a dot
-            thick = 2 if len(line) > 1 else 6
-            path(middle, colours[v], more=f"stroke-width='{thick}' stroke-linecap='round'")
+        lines = [(colours[v], line) for v in variants for line in curves(runs, v, name)]
+        drawn, y = panel(first, j, lines, y)
+        svg += drawn
     words = {t + 0.5: name for t, name in enumerate(names)}
-    words = {t: f"task {t}" for t in quarters(stages)} if is_of_tasks else words
+    words = {t: f"task {t}" for t in quarters(stages)} if stages != len(names) else words
     for t, word in words.items():
-        write(word, 40 + width * t / stages, y + 18, "text-anchor='middle'")
-    return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width + 70} {y + 30}' "
+        svg.append(svg_text(word, 40 + WIDTH * t / stages, y + 18, "text-anchor='middle'"))
+    return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH + 70} {y + 30}' "
             "font-size='12' font-family='sans-serif'>\n<rect width='100%' height='100%' "
             "fill='white'/>\n" + "\n".join(svg) + "\n</svg>\n")
+
+
+def panel(first, j, lines, y):
+    """The lines (colour, curve) on the j-th dataset, drawn below y, and the y of the bottom. Its
+    own stage is shaded, chance dashed; a task sequence has neither."""
+    name, stages, chance = first["datasets"][j], first["stages"], 1 / first["way"]
+    is_of_tasks = stages != len(first["datasets"])
+    tens = 100 if is_of_tasks else 24  # pixels for 10 points
+    reach = [a for _, line in lines for _, mean, sd in line for a in (mean - sd, mean + sd)]
+    reach = reach + ([] if is_of_tasks else [chance]) or [0, 1]
+    low = math.floor(10 * min(reach))
+    high = max(low + 1, math.ceil(10 * max(reach)))
+    svg = [svg_text(name if lines else f"{name}: not evaluated", 40, y + 26, "font-weight='bold'")]
+    y += 32 + tens * (high - low)
+
+    def place(t, a):
+        return f"{40 + WIDTH * t / stages:.1f} {y - tens * (10 * a - low):.1f}"
+
+    if not is_of_tasks:
+        corners = (j, low), (j + 1, low), (j + 1, high), (j, high)
+        svg.append(svg_path("L".join(place(t, a / 10) for t, a in corners), fill="#eee"))
+    for tick in range(low, high + 1):
+        svg.append(svg_path(f"{place(0, tick / 10)}h{WIDTH}", "#ddd"))
+        svg.append(svg_text(str(10 * tick), 14, y - tens * (tick - low) + 4))
+    if not is_of_tasks:
+        svg.append(svg_path(f"{place(0, chance)}h{WIDTH}", "#666", more="stroke-dasharray='4'"))
+    for colour, line in lines:
+        upper = [place(t, mean + sd) for t, mean, sd in line]
+        lower = [place(t, mean - sd) for t, mean, sd in line]
+        svg.append(svg_path("L".join(upper + lower[::-1]), fill=colour, more="opacity='0.2'"))
+        middle = "L".join(place(t, mean) for t, mean, _ in line) + "h0"  # a point is a dot
+        thick = 2 if len(line) > 1 else 6
+        svg.append(svg_path(middle, colour, more=f"stroke-width='{thick}' stroke-linecap='round'"))
+    return svg, y
 
 
 def curves(runs, variant, name):
