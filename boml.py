@@ -127,6 +127,8 @@ class Config:
     kl_weight: float | str = option("authors", "weight of the KL: paper, 1/(N Q); authors, "
                                     "1/48000; or a number (BomVI)")
     tasks: int = option(230, "tasks in the Omniglot sequence, at most all 230; the paper has 254")
+    keep_labels: bool = option(False, "a class of a training task keeps its label at every "
+                               "iteration, as in the authors' Omniglot sequence")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -297,13 +299,16 @@ def stream(device, *key) -> torch.Generator:
 
 def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Tensor:
     """Indices of images (T, N, K+Q). The top k of uniform numbers are k random ones in random
-    order: a class has another label in each task."""
+    order: a class has another label in each task, unless keep_labels puts them in order."""
     device, classes = data.images.device, data.splits[split]
     u = torch.rand(tasks, len(classes), generator=rng, device=device)
     if data.alphabet is not None:  # only the first class's alphabet
         alphabet = data.alphabet[classes]
         u = u.masked_fill(alphabet != alphabet[u.argmax(1)][:, None], -1)
-    rows = data.rows[classes[u.topk(cfg.way).indices]]  # (T, N, most)
+    chosen = u.topk(cfg.way).indices
+    if cfg.keep_labels and split == "train":
+        chosen = chosen.sort().values
+    rows = data.rows[classes[chosen]]  # (T, N, most)
     u = torch.rand(rows.shape, generator=rng, device=device).masked_fill(rows < 0, -1)
     return rows.gather(2, u.topk(cfg.shot + cfg.query).indices)
 

@@ -1053,6 +1053,22 @@ def test_sampling_is_uniform():
             assert (share - 1 / len(row)).abs().max() < 0.02
 
 
+@given(seeds)
+def test_kept_labels(seed):
+    """With --keep-labels the class of each label is the same in all training tasks of N classes, the images vary."""
+    data, cfg = toy_data(seed, classes=9), toy_config(way=3, shot=1, query=2, keep_labels=True)
+    index = boml.sample_tasks(data, "train", 5, cfg, torch.Generator().manual_seed(seed))
+    assert (owner_of(data)[index] == data.splits["train"][:, None]).all() and len(index.unique(dim=0)) > 1
+
+
+def test_kept_labels_are_not_for_evaluation():
+    """With --keep-labels the tasks to evaluate on are those without."""
+    data, cfg = toy_data(0, classes=9), toy_config(way=3, shot=1, query=2)
+    one, other = (boml.sample_tasks(data, "test", 5, dataclasses.replace(cfg, keep_labels=keep), torch.Generator().manual_seed(0))
+                  for keep in (False, True))
+    assert torch.equal(one, other)
+
+
 @given(seeds, st.sampled_from([(1, 1), (1, 3), (3, 3)]))
 def test_fetched_images(seed, channels):
     """Images come scaled to [0, 1], expanded to the channels, labels in class order; a blank image is zero."""
