@@ -1070,7 +1070,8 @@ def curves(runs, variant, name):
 
 
 def report(folder: Path) -> str:
-    """Write the folder's report.md and accuracy.svg; returns the table."""
+    """Write the folder's report.md, accuracy.svg of its methods and, if lambda varies, lambda.svg of
+    the methods for which it does; returns the table."""
     runs = read_records(folder)
     if not runs:
         return f"{folder} holds no evaluation yet"
@@ -1078,7 +1079,13 @@ def report(folder: Path) -> str:
     claims = {"omniglot": TASK_CLAIMS, "run": ""}.get(first["experiment"], CLAIMS)
     claims = spell_out(claims, first["datasets"][:-1])
     judged = f"\n{verdicts(runs, claims)}\n" if claims else ""
-    for name, content in (("report.md", text + judged), ("accuracy.svg", figure(runs))):
+    vary = {v.partition("@")[0] for v, _ in runs if "@" in v}
+    plain = {key: rows for key, rows in runs.items() if "@" not in key[0]}
+    files = {"report.md": text + judged, "accuracy.svg": figure(plain or runs)}
+    if vary:
+        some = {key: rows for key, rows in runs.items() if key[0].partition("@")[0] in vary}
+        files["lambda.svg"] = figure(some)
+    for name, content in files.items():
         with boml.replacing(folder / name) as file:
             file.write(content.encode(errors="backslashreplace"))
     return text

@@ -3306,6 +3306,34 @@ def test_figure_is_well_formed(n, tmp_path):
     assert ElementTree.parse(tmp_path / "accuracy.svg").getroot().tag.endswith("svg")
 
 
+def names_in(path):
+    """The words of a figure, its variants among them."""
+    return {e.text for e in ElementTree.parse(path).getroot().iter("{http://www.w3.org/2000/svg}text")}
+
+
+def test_lambda_has_a_figure_of_its_own(tmp_path):
+    """accuracy.svg has the methods at the experiment's lambda, lambda.svg the methods whose lambda varies."""
+    put(tmp_path, *(made_up(v, 0, [[0.5]]) for v in ("maml", "bomla", "bomla@1", "bomla@1000", "bomvi")))
+    data_prep.report(tmp_path)
+    variants = {data_prep.label_of(v): v for v in ("maml", "bomla", "bomla@1", "bomla@1000", "bomvi")}
+    found = [{v for label, v in variants.items() if label in names_in(tmp_path / f)} for f in ("accuracy.svg", "lambda.svg")]
+    assert found == [{"maml", "bomla", "bomvi"}, {"bomla", "bomla@1", "bomla@1000"}]
+
+
+def test_figure_of_an_odd_lambda_alone(tmp_path):
+    """Where no run has the experiment's lambda, accuracy.svg has those that there are."""
+    put(tmp_path, made_up("bomla@1", 0, [[0.5]]))
+    data_prep.report(tmp_path)
+    assert "BomLA, lambda = 1" in names_in(tmp_path / "accuracy.svg")
+
+
+def test_one_lambda_has_no_figure_of_its_own(tmp_path):
+    """Without variants of lambda there is no lambda.svg."""
+    put(tmp_path, made_up("maml", 0, [[0.5]]), made_up("bomla", 0, [[0.5]]))
+    data_prep.report(tmp_path)
+    assert not (tmp_path / "lambda.svg").exists()
+
+
 @pytest.mark.parametrize("n", [1, 16])
 def test_figure_has_a_line_per_variant_and_panel(n):
     """Each panel has a line of its own colour for each variant; for Train-On-Everything, which starts anew, one per
@@ -3445,10 +3473,11 @@ def test_reports_follow_from_the_records(tmp_path):
     folders = sorted({path.parents[1] for path in HERE.glob("figures/*/*/record.jsonl")})
     assert folders, "no records are committed"
     for folder in folders:
-        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*.md", "*.svg"))
-        data_prep.report(tmp_path / folder.name)
-        for name in ("report.md", "accuracy.svg"):
-            assert (folder / name).read_text() == (tmp_path / folder.name / name).read_text(), folder / name
+        copy = tmp_path / folder.name
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.md", "*.svg"))
+        data_prep.report(copy)
+        made, kept = ({p.name: p.read_text() for p in where.iterdir() if p.is_file()} for where in (copy, folder))
+        assert made.keys() == kept.keys() and [name for name in made if made[name] != kept[name]] == [], folder
 
 
 # -------------------------------------------------------------------------------------------------- Bad input
