@@ -126,7 +126,7 @@ class Config:
     logvar_rate: float = option(0.001, "learning rate of the log-variances (BomVI)")
     kl_weight: float | str = option("authors", "weight of the KL: paper, 1/(N Q); authors, "
                                     "1/48000; or a number (BomVI)")
-    tasks: int = option(230, "tasks in the Omniglot sequence, at most all 230; the paper has 254")
+    tasks: int = option(230, "tasks in the Omniglot sequence, at most all 230; the authors have 254")
     keep_labels: bool = option(False, "a class of a training task keeps its label at every "
                                "iteration, as in the authors' Omniglot sequence")
 
@@ -266,7 +266,7 @@ def task_sequence(data: Dataset, cfg: Config, seed: int) -> tuple[list[Dataset],
     alphabet/character; alphabets come in random order, cut into tasks of N characters; a task to
     evaluate on is of one unseen alphabet.
 
-    DIFFERS: an alphabet's last, incomplete task is left out, 24 of the paper's 254.
+    DIFFERS: an alphabet's last, incomplete task is left out, 24 of the authors' 254.
     """
     rng, tasks, N = np.random.default_rng(seed), [], cfg.way
     names, number = np.unique([c.split("/")[0] for c in data.classes], return_inverse=True)
@@ -865,7 +865,8 @@ class Variational(Posterior):
         super().__init__(cfg, theta)
         self.support_weight = cfg.shot / cfg.query
         # DIFFERS: Eq. 14 divided by N Q has KL / (N Q). The authors divide the KL by tasks and
-        # samples, too: by 75 x 32 x 20 in the paper's N-athlons, which we take everywhere.
+        # samples, too: by 75 x 32 x 20 in their N-athlons, which we take everywhere (by 500 in
+        # their Omniglot sequence).
         named = {"paper": 1 / (cfg.way * cfg.query), "authors": 1 / (75 * 32 * 20)}
         self.kl_weight = named.get(cfg.kl_weight, cfg.kl_weight)
         self.logvar = leaves(filled(theta, cfg.initial_logvar))

@@ -1612,7 +1612,7 @@ def test_paper_schedule_is_table_3():
     assert name == "omniglot_alphabets" and s.iterations == 50
     assert (cfg.way, cfg.shot, cfg.query, cfg.channels, cfg.filters) == (5, 5, 15, 1, 64)
     assert (cfg.meta_batch, cfg.mc_samples, cfg.outer_rate, cfg.eval_tasks, cfg.initial_logvar) == (1, 5, 0.001, 100, -10.0)
-    assert (cfg.hessian_tasks, cfg.tasks) == (1, 230)  # the paper's 254 tasks less 24 incomplete ones
+    assert (cfg.hessian_tasks, cfg.tasks) == (1, 230)  # the authors' 254 tasks less 24 incomplete ones
     assert (s.inner_steps, s.inner_rate, s.decay, s.eval_steps, s.rotate) == (5, 0.1, (), 10, False)
     assert cfg.past_weight == 0.01
 
