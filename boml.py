@@ -126,7 +126,7 @@ class Config:
     logvar_rate: float = option(0.001, "learning rate of the log-variances (BomVI)")
     kl_weight: float | str = option("authors", "weight of the KL: paper, 1/(N Q); authors, "
                                     "1/48000; or a number (BomVI)")
-    tasks: int = option(230, "tasks in the Omniglot sequence, at most all 230; the authors have 254")
+    tasks: int = option(230, "tasks in the Omniglot sequence, at most 230; the authors have 254")
     keep_labels: bool = option(False, "a class of a training task keeps its label at every "
                                "iteration, as in the authors' Omniglot sequence")
 
