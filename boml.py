@@ -1187,7 +1187,8 @@ class Run:
         old, new = (",".join(d["name"] for d in some) for some in (state["learned"], self.learned))
         need(f"{new},".startswith(f"{old},"), f"{self.out} holds a run of {old}, which {new} does "
              "not continue; use another --out.")
-        pairs = [("", state["settings"], self.settings)]
+        settings = dataclasses.asdict(Config()) | state["settings"]  # newer options: the default
+        pairs = [("", settings, self.settings)]
         pairs += [(f"{b['name']}'s ", a, b) for a, b in zip(state["learned"], self.learned)]
         differ = [f"{of}{key} was {was.get(key)!r}, is {now.get(key)!r}" for of, was, now in pairs
                   for key in was | now if was.get(key) != now.get(key)]

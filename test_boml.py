@@ -2492,14 +2492,15 @@ def test_run_of_other_settings_is_refused(changes, named, halfway):
     assert contents(copy) == before and "--fresh" not in str(refused.value)  # which deletes a posterior
 
 
-def test_run_without_a_setting_is_of_other_settings(halfway):
-    """A checkpoint that lacks a setting is not continued by a run that has it."""
+def test_option_newer_than_a_run_has_its_default(halfway):
+    """A checkpoint that lacks an option goes on where the option has its default, and nowhere else."""
     copy = copy_of(halfway / "stopped")
     state = state_of(copy)
-    del state["settings"]["query"]
+    del state["settings"]["keep_labels"]
     torch.save(state, copy / "checkpoint.pt")
-    with pytest.raises(boml.Problem, match="query was None, is 1"):
-        toy_run(copy, "maml", toy_config(eval_every=4, **TINY))
+    with pytest.raises(boml.Problem, match="keep_labels was False, is True"):
+        toy_run(copy, "maml", toy_config(eval_every=4, keep_labels=True, **TINY))
+    assert toy_run(copy, "maml", toy_config(eval_every=4, **TINY))
 
 
 def test_sequence_goes_on_without_the_old_images(fake_data, tmp_path):
