@@ -1083,8 +1083,10 @@ def report(folder: Path) -> str:
     plain = {key: rows for key, rows in runs.items() if "@" not in key[0]}
     files = {"report.md": text + judged, "accuracy.svg": figure(plain or runs)}
     if vary:
-        some = {key: rows for key, rows in runs.items() if key[0].partition("@")[0] in vary}
-        files["lambda.svg"] = figure(some)
+        usual = boml.EXPERIMENTS.get(first["experiment"], boml.Experiment(())).past_weight
+        named = {v: f"{v}@{usual.get(v, boml.Config.past_weight):g}" for v in vary}
+        files["lambda.svg"] = figure({(named.get(v, v), seed): rows for (v, seed), rows
+                                      in runs.items() if v.partition("@")[0] in vary})
     for name, content in files.items():
         with boml.replacing(folder / name) as file:
             file.write(content.encode(errors="backslashreplace"))

@@ -3313,12 +3313,14 @@ def names_in(path):
 
 
 def test_lambda_has_a_figure_of_its_own(tmp_path):
-    """accuracy.svg has the methods at the experiment's lambda, lambda.svg the methods whose lambda varies."""
-    put(tmp_path, *(made_up(v, 0, [[0.5]]) for v in ("maml", "bomla", "bomla@1", "bomla@1000", "bomvi")))
+    """accuracy.svg has the methods at the experiment's lambda, lambda.svg the methods whose lambda varies, by lambda."""
+    variants = ("maml", "bomla", "bomla@1", "bomla@1000", "bomvi")
+    put(tmp_path, *(made_up(v, 0, [[0.5]]) for v in variants))
     data_prep.report(tmp_path)
-    variants = {data_prep.label_of(v): v for v in ("maml", "bomla", "bomla@1", "bomla@1000", "bomvi")}
-    found = [{v for label, v in variants.items() if label in names_in(tmp_path / f)} for f in ("accuracy.svg", "lambda.svg")]
-    assert found == [{"maml", "bomla", "bomvi"}, {"bomla", "bomla@1", "bomla@1000"}]
+    labels = {data_prep.label_of(v) for v in (*variants, "bomla@100")}
+    accuracy, by_lambda = (names_in(tmp_path / f) & labels for f in ("accuracy.svg", "lambda.svg"))
+    assert accuracy == {"Sequential MAML", "BomLA", "BomVI"}
+    assert by_lambda == {f"BomLA, lambda = {value}" for value in (1, 100, 1000)}
 
 
 def test_figure_of_an_odd_lambda_alone(tmp_path):
