@@ -1397,8 +1397,8 @@ def shared_facts(args, sequence):
     settings = repr((cfg, [facts_of(d) for d in sequence], *start)).encode()
     kinds = " and ".join(sorted({d.kind for d in sequence}, reverse=True))
     return dict(experiment=args.command, schedule=args.schedule, data=kinds, way=cfg.way,
-                settings=hashlib.md5(settings).hexdigest()[:8], revision=revision(),
-                start_from="".join(start))
+                split=cfg.split, settings=hashlib.md5(settings).hexdigest()[:8],
+                revision=revision(), start_from="".join(start))
 
 
 def revision():

@@ -858,7 +858,8 @@ def quarters(stages):
 
 
 def heading(row):
-    return f"{row['experiment']}, {row['data']} data, {row['schedule']} schedule"
+    judges = ", validation classes" if row.get("split") == "val" else ""
+    return f"{row['experiment']}, {row['data']} data, {row['schedule']} schedule{judges}"
 
 
 def table(runs):

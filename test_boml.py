@@ -2116,8 +2116,8 @@ def test_every_method_end_to_end(fake_data, tmp_path, forks, capsys):
         assert len(rows) == evaluations * 3
         scores = {p + s for p in ("", "sampled_")[: 1 + (method == "bomvi")] for s in ("accuracy", "ci95", "nll")}
         assert all(set(r) == scores | {
-            "experiment", "schedule", "data", "way", "settings", "revision", "method", "variant", "seed", "datasets",
-            "stages", "stage", "iteration", "iterations", "newest", "evaluated", "start_from"} for r in rows)
+            "experiment", "schedule", "data", "way", "split", "settings", "revision", "method", "variant", "seed",
+            "datasets", "stages", "stage", "iteration", "iterations", "newest", "evaluated", "start_from"} for r in rows)
     data_prep.main(["report", "--out", str(tmp_path)])
     assert all(m.label in (folder / "report.md").read_text() for m in boml.METHODS.values())
     ElementTree.parse(folder / "accuracy.svg")
@@ -3189,6 +3189,14 @@ def test_records_of_other_settings_are_left_out(tmp_path, capsys):
     assert set(data_prep.read_records(tmp_path, "87654321")) == {("bomla", 0)}
     assert re.search(r"^left out: \S+/maml-0/record\.jsonl \(", capsys.readouterr().out)
     assert not data_prep.read_records(tmp_path, "other")
+
+
+def test_table_of_validation_classes_says_so(fake_data, tmp_path):
+    """A run evaluated on validation classes is not shown as one on test classes."""
+    for split, says_so in (("val", True), ("test", False)):
+        work_here("run", "--sequence", "mini_quickdraw", "--data", fake_data, *SMALL, "--methods", "maml", "--split", split,
+                  "--out", tmp_path / split)
+        assert ("validation classes" in data_prep.report(tmp_path / split / "run")) == says_so
 
 
 def test_report_is_of_one_setting(tmp_path):
