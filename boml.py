@@ -108,8 +108,9 @@ class Config:
     eval_tasks: int = option(100, "tasks per evaluation of a dataset")
     eval_every: int = option(500, "iterations between evaluations")
     split: str = option("test", "classes to evaluate on", choices=("test", "val"))
-    past_weight: float = option(100.0, "lambda; BomVI's prior has the posterior's variance / "
-                                "lambda, anew after each dataset", 1e-9)
+    past_weight: float = option(100.0, "lambda, the weight of each dataset's curvature (BomLA); "
+                                "after each dataset the prior's variance is the posterior's "
+                                "divided by lambda (BomVI)", 1e-9)
     hessian_tasks: int = option(5000, "tasks for a dataset's curvature (BomLA)")
     averaging: str = option("averages", "product of averages over tasks, or average of products as "
                             "in the paper (BomLA)", choices=("averages", "products"))
@@ -117,18 +118,19 @@ class Config:
                                          "the paper has 1, 0 is no Jacobian (BomLA)")
     merge_rank: int = option(1, "Kronecker pairs kept per layer; 0, the paper: all; 2 or more "
                              "may not be positive semi-definite (BomLA)", 0)
-    exact_labels: bool = option(False, "Fisher by all labels, not one draw (BomLA)")
+    exact_labels: bool = option(False, "Fisher by all labels, as in the paper, not by one draw "
+                                "(BomLA)")
     support_hessian: bool = option(False, "add the support loss's curvature (BomLA)")
     mc_samples: int = option(20, "S, Monte Carlo samples (BomVI)")
     initial_logvar: float = option(-10.0, "initial log-variance; the paper: -5 or -10 (BomVI)", -99)
-    first_variance: float = option(1.0, "variance of the first prior, around the initial mean; the "
-                                   "authors': the initial one (BomVI)", 1e-9)
+    first_variance: float = option(1.0, "variance of the first prior, whose mean is the initial "
+                                   "theta; the authors': exp(initial_logvar) (BomVI)", 1e-9)
     logvar_rate: float = option(0.001, "learning rate of the log-variances (BomVI)")
     kl_weight: float | str = option("authors", "weight of the KL: paper, 1/(N Q); authors, "
                                     "1/48000; or a number (BomVI)")
     tasks: int = option(230, "tasks in the Omniglot sequence, at most 230; the authors have 254")
-    keep_labels: bool = option(False, "a class of a training task keeps its label at every "
-                               "iteration, as in the authors' Omniglot sequence")
+    keep_labels: bool = option(False, "label a training task's classes in their order, so that in "
+                               "the Omniglot sequence each keeps its label, as in the authors'")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -204,7 +206,7 @@ class Dataset(NamedTuple):
     kind: str  # "real", "generated" or "own"
     classes: list[str]
     setting: Setting
-    images: Tensor  # (n, C, 28, 28) uint8; None if they are gone
+    images: Tensor  # (n, C, 28, 28) uint8; None, as rows, if they are gone
     rows: Tensor  # (classes, most): indices of each class's images, padded with -1
     splits: dict[str, Tensor]  # train, val, test: indices of classes
     checksum: str = ""
@@ -226,6 +228,8 @@ def read_npz(path: Path) -> list:
              and np.array_equal(np.unique(labels), np.arange(len(classes)))
              and set(split.tolist()) <= set(SPLITS), "its arrays do not fit together")
         return arrays
+    except PermissionError:  # nothing is wrong with its bytes
+        raise Problem(f"{path} may not be read; change its permissions.")
     except Exception as error:  # NumPy raises almost anything on bad bytes
         raise Problem(f"{path} is damaged ({brief(error)}); delete it and {make}.")
 
@@ -298,8 +302,8 @@ def stream(device, *key) -> torch.Generator:
 
 
 def sample_tasks(data: Dataset, split: str, tasks: int, cfg: Config, rng) -> Tensor:
-    """Indices of images (T, N, K+Q). The top k of uniform numbers are k random ones in random
-    order: a class has another label in each task, unless keep_labels puts them in order."""
+    """Indices of images (T, N, K+Q). The classes with the N largest uniform numbers are N random
+    ones in random order: a class has another label in each task, unless keep_labels sorts them."""
     device, classes = data.images.device, data.splits[split]
     u = torch.rand(tasks, len(classes), generator=rng, device=device)
     if data.alphabet is not None:  # only the first class's alphabet
@@ -592,8 +596,8 @@ class Posterior:
 #   linear  D (N, features + 1), the bias last
 #   norm    D (O, 2), scale and shift; the block is not a product but (O, 2, 2), one per channel
 
-# (A, G) of T networks, (T, P, P) and (T, O, O); or of a sum of r pairs, (r, P, P) and (r, O, O). A
-# norm layer has one tensor, (T, O, 2, 2) or (O, 2, 2).
+# (A, G) of T networks, (T, P, P) and (T, O, O); their mean, (P, P) and (O, O); or the sides of a
+# sum of r pairs, (r, P, P) and (r, O, O). A norm layer has one tensor, (T, O, 2, 2) or (O, 2, 2).
 Block = tuple[Tensor, ...]
 
 
@@ -646,7 +650,8 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> 
     Labels are the model's own, never the data's: one draw, by uniform numbers u (T, B); or `exact`,
     the expectation, by N gradients sqrt(pi_c) (pi - e_c) in the logits, whose outer products sum to
     diag(pi) - pi pi', where pi are the probabilities. Batch norm's gradients are summed over images
-    before they are squared: independent labels, or random signs, cancel the cross terms on average.
+    before they are squared: independent labels, or with `exact` random signs, cancel the cross
+    terms on average.
     """
     seen = {}
 
@@ -673,8 +678,8 @@ def fisher_blocks(p: Params, x: Tensor, u: Tensor, exact: bool, net=network) -> 
 
 
 def sandwich(support: Block, query: Block, a: float) -> Block:
-    """(I - a A(x)G) (A_q(x)G_q) (I - a A(x)G)', multiplied out (Eqs. 25 to 27):
-    A_q(x)G_q - a AA_q(x)GG_q - a A_qA(x)G_qG + a^2 AA_qA(x)GG_qG."""
+    """(I - a A(x)G) (A_q(x)G_q) (I - a A(x)G)', multiplied out (Eqs. 25 to 27) as four pairs:
+    A_q(x)G_q - a AA_q(x)GG_q - a A_qA(x)G_qG + a^2 AA_qA(x)GG_qG. (..., P, P) -> (..., 4, P, P)"""
     if len(support) == 1:
         jacobian = torch.eye(2, dtype=support[0].dtype, device=support[0].device) - a * support[0]
         return (jacobian @ query[0] @ jacobian.mT,)
@@ -702,7 +707,7 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
     products, tasks = cfg.averaging == "products", 0
     support_sums, query_sums, blocks = {}, {}, {}
 
-    def add(sums, name, block):
+    def add(sums, name, block):  # its sum over tasks
         old = sums.get(name, [0.0] * len(block))
         sums[name] = [total + f.sum(0) for total, f in zip(old, block)]
 
@@ -721,8 +726,8 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
     for name in support_sums:
         s, q = (tuple(f / tasks for f in sum_over_ranks(sums[name]))
                 for sums in (support_sums, query_sums))
-        blocks[name] = q if products else sandwich(s, q, a)
-        if cfg.support_hessian:  # weighed as the support loss is
+        blocks[name] = q if products else sandwich(s, q, a)  # four pairs
+        if cfg.support_hessian:  # a fifth, weighed as the support loss is
             s = (*s[:-1], s[-1] * cfg.shot / cfg.query)
             blocks[name] = add_blocks(blocks[name], s if len(s) == 1 else tuple(f[None] for f in s))
     return blocks
@@ -762,7 +767,7 @@ class Laplace(Posterior):
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
         self.support_weight = cfg.shot / cfg.query
-        self.mean = filled(theta, 0.0)  # mu_0
+        self.mean = filled(theta, 0.0)  # mu_0, as the authors have it
         self.blocks: dict[str, Block] = {}  # the precision, less Lambda_0
 
     def penalty(self, theta):
@@ -786,7 +791,7 @@ class Laplace(Posterior):
         index = sample_tasks(data, "train", cfg.hessian_tasks, cfg, rng)
         u = [torch.rand(len(index), cfg.way * each, generator=rng, device=index.device)
              for each in (cfg.shot, cfg.query)]
-        parts = zip(*(v[share()].split(8) for v in (index, *u)))
+        parts = zip(*(v[share()].split(8) for v in (index, *u)))  # 8 tasks at a time
         batches = ((*fetch(data, some, cfg), *draws) for some, *draws in parts)
         a = setting.inner_rate if cfg.jacobian_rate is None else cfg.jacobian_rate
         alpha = theta["linear.bias"].new_tensor([setting.inner_rate])
@@ -884,7 +889,7 @@ class Variational(Posterior):
         """E_q of the cross-entropy by S samples, summed over the tasks of mean (T, ...); and its
         gradients in mean and logvar. One sample at a time, to save memory."""
         shared = self.variance()
-        mean, variance = (leaves({n: v.contiguous() for n, v in p.items()})  # for fewer copies
+        mean, variance = (leaves({n: v.contiguous() for n, v in p.items()})  # once for S passes
                           for p in (mean, spread(shared, len(x))))
         params, S = [*mean.values(), *variance.values()], self.cfg.mc_samples
         total, sums, noise = 0.0, (), room_for_noise(mean, x)
@@ -922,8 +927,8 @@ class Variational(Posterior):
         return kl.detach(), torch.autograd.grad(kl, [*theta.values(), *self.logvar.values()])
 
     def absorb(self, theta, data, rng):
-        """The posterior is the next prior; lambda, 1 in the paper, divides its variance, so that
-        unlike BomLA's it weighs older datasets more: by lambda^2, lambda^3, ..."""
+        """The posterior is the next prior, its variance divided by lambda. The paper has no lambda
+        here, so 1. Unlike BomLA's it weighs older datasets more: by lambda^2, lambda^3, ..."""
         log_lambda = math.log(self.cfg.past_weight)
         self.prior_mean = {n: v.detach().clone() for n, v in theta.items()}
         self.prior_logvar = {n: v.detach() - log_lambda for n, v in self.logvar.items()}
@@ -960,10 +965,10 @@ def from_all(arrived, i, cfg, seed):
 
 def from_buffer(arrived, i, cfg, seed):
     """Follow-The-Meta-Leader: uniformly from a buffer of J M tasks of each dataset so far, the
-    newest's all at once. It is not stored: a task is a function of its number.
+    newest's from the first iteration. Nothing is stored: task n is drawn anew, from seed n.
 
-    DIFFERS: this is Train-On-Everything without starting over. The paper's retains "the online
-    characteristic" (Section 6.3); how, is not public.
+    DIFFERS: so it rehearses all old data. The paper's retains "the online characteristic"
+    (Section 6.3); how, is not public.
     """
     starts = [0, *itertools.accumulate(d.setting.iterations * cfg.meta_batch for d in arrived)]
     plan, batch = stream("cpu", seed, "plan", len(arrived) - 1, i), []
@@ -1064,8 +1069,8 @@ class Job(NamedTuple):
 
 
 class Run:
-    """A job on its way through the datasets. Everything random is a function of the seed, the stage
-    and the iteration, so a resumed run repeats the unbroken one."""
+    """A job on its way through the datasets. All that is random is drawn by a `stream` of the seed
+    and its place in the run, so a resumed run repeats the unbroken one."""
 
     def __init__(self, job, sequence, judges, facts, out, progress, device="cpu"):
         self.job, self.cfg, self.out, self.device = job, job.cfg, out, torch.device(device)
@@ -1177,7 +1182,8 @@ class Run:
             latest = self.out / "checkpoint.pt"
             if RANK == 0 and path != latest and latest.exists():  # not to be kept as "before"
                 os.replace(latest, self.out / "checkpoint.damaged")
-            return self.write_record()
+            self.write_record()
+            return
         left = [path.name for path in files if path.exists()]
         need(not left, f"{self.out} holds results ({', '.join(left)}) but no readable checkpoint; "
              f"use another --out, or --fresh with --methods {self.job.method} to delete them.")
@@ -1208,20 +1214,22 @@ def facts_of(data: Dataset) -> dict:
 def checkpoints(folder: Path, device="cpu"):
     """The checkpoints of a run that can be read, newest first: path, state."""
     for path in (folder / "checkpoint.pt", folder / "checkpoint.before.pt"):
+        there = RANK == 0 and path.is_file()
+        content = from_first_rank(path.read_bytes() if there else b"", device)
+        if not (content or there):
+            continue
         try:
-            there = RANK == 0 and path.is_file()
-            content = from_first_rank(path.read_bytes() if there else b"", device)
-            if content or there:
-                with zipfile.ZipFile(io.BytesIO(content)) as archive:  # torch checks no checksums
-                    need(not archive.testzip(), "a checksum in it is wrong")
-                state = torch.load(io.BytesIO(content), weights_only=True, map_location=device)
-                kinds = dict(settings=dict, learned=list, stage=int, iteration=int, rows=list,
-                             seconds=float, theta=dict, posterior=dict, optimiser=dict)
-                is_run = all(isinstance(state[key], kind) for key, kind in kinds.items())
-                need(is_run, "it is not of a run")
-                yield path, state
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:  # torch checks no checksums
+                need(not archive.testzip(), "a checksum in it is wrong")
+            state = torch.load(io.BytesIO(content), weights_only=True, map_location=device)
+            kinds = dict(settings=dict, learned=list, stage=int, iteration=int, rows=list,
+                         seconds=float, theta=dict, posterior=dict, optimiser=dict)
+            is_run = all(isinstance(state[key], kind) for key, kind in kinds.items())
+            need(is_run, "it is not of a run")
         except Exception as error:  # torch raises almost anything on bad bytes
             say(f"boml: {path} is damaged ({brief(error)}).")
+        else:
+            yield path, state
 
 
 @contextlib.contextmanager
@@ -1365,6 +1373,8 @@ def load_sequence(args, device="cpu"):
             need(name in DATASETS or path.exists(), f"{name!r} is neither one of "
                  f"{', '.join(DATASETS)} nor, for run.sh, a folder.")
             data = load_dataset(path, setting, device)
+            need(name in DATASETS or data.kind == "own", f"{path} is not of a folder of one's own; "
+                 f"use --data {path.parent} --sequence {path.stem}.")
             check_dataset(data, job.cfg)
         need(data.name not in [d.name for d in sequence], f"two datasets are named {data.name}; "
              "leave out or rename one.")
@@ -1485,7 +1495,7 @@ def one_sentence(function, *args):
         say(f"boml: {problem}")
         sys.exit(DISK_FAILED if isinstance(problem, OSError) and function is main else 2)
     except KeyboardInterrupt:
-        say("\nboml: stopped; the same command, without --fresh, goes on from here.")
+        say("\nboml: stopped; the same command, without --fresh, goes on from the checkpoint.")
         sys.exit(130)
 
 

@@ -2434,6 +2434,23 @@ def test_damaged_checkpoint_is_named(halfway, capsys):
     assert re.search(r"^boml: \S+/checkpoint\.pt is damaged \(.*\)\.$", capsys.readouterr().err)
 
 
+def test_checkpoint_that_may_not_be_read(halfway, monkeypatch):
+    """A newest checkpoint without read permission stops the run, which does not fall back and renames nothing."""
+    copy, read = copy_of(halfway / "stopped"), Path.read_bytes
+    before = contents(copy)
+
+    def refuse(path):
+        if path.name == "checkpoint.pt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(PermissionError):
+            toy_run(copy, "maml", toy_config(eval_every=4, **TINY))
+    assert contents(copy) == before
+
+
 @pytest.mark.parametrize("which", ["stopped", "whole"])
 @pytest.mark.parametrize("how", ["missing", "short", "foreign"])
 def test_record_is_made_from_the_checkpoint(which, how, halfway):
@@ -2865,7 +2882,7 @@ def test_signal_ends_with_a_checkpoint(number, start, kill, fake_data, tmp_path)
     kill(pid, number)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     said = (tmp_path / "errors").read_text()
-    assert "boml: stopped; the same command, without --fresh, goes on from here." in said and "Traceback" not in said
+    assert "boml: stopped; the same command, without --fresh, goes on from the checkpoint." in said and "Traceback" not in said
     for method in ("maml", "bomla"):
         state = state_of(tmp_path / f"triathlon/{method}-0")
         assert state["stage"] == 0 and 0 < state["iteration"] < 1000
@@ -3610,6 +3627,7 @@ BAD = [  # a command line, and what its sentence says
     bad("run --sequence cifar_fs --data pipe", "pipe/cifar_fs.npz is not there"),
     bad("run --sequence cifar_fs --data half", "half/cifar_fs.npz is damaged"),
     bad("run --sequence cifar_fs --data void", "void/cifar_fs.npz is damaged"),
+    bad("run --sequence few/cifar_fs.npz", "few/cifar_fs.npz is not of a folder of one's own; use --data few --sequence cifar_fs"),
     bad("run --sequence cifar_fs --data few", "cifar_fs has only 4 training or test classes, too few for --way 5"),
     # folders of one's own
     bad("run --sequence text", "'text' is neither one of omniglot"),
@@ -3731,6 +3749,16 @@ def test_bad_data_file(how, fake_data, tmp_path):
         path.write_bytes(whole[: len(whole) // 2] if how == "truncated" else b"")
     with pytest.raises(boml.Problem, match=r"cifar_fs\.npz is damaged \(.*\); .* bash run\.sh data cifar_fs"):
         load("cifar_fs", tmp_path)
+
+
+def test_data_file_that_may_not_be_read(fake_data, monkeypatch):
+    """A file without read permission is not called damaged, nor is its deletion advised."""
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(np, "load", refuse)
+    with pytest.raises(boml.Problem, match=r"cifar_fs\.npz may not be read; change its permissions\."):
+        load("cifar_fs", fake_data)
 
 
 def test_own_folder_joins_a_sequence(fake_data, tmp_path, forks, capsys):
