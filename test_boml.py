@@ -3463,11 +3463,10 @@ def test_readme_adds_a_method(fake_data, tmp_path, monkeypatch):
     assert value > 0 and all((g > 0).all() for g in grads)
 
 
-def test_readme_next_dataset(tmp_path, monkeypatch, forks, capsys):
-    """The README's commands for datasets that arrive one by one run as they stand there, on tiny folders, and print
-    what is shown there but for the numbers."""
+def test_readme_next_dataset(tmp_path, monkeypatch, forks):
+    """The README's commands for datasets that arrive one by one run as they stand there, on tiny folders."""
     section = (HERE / "README.md").read_text().split("\n## The next dataset\n")[1].split("\n## ")[0]
-    commands, shown = re.findall(r"```\w*\n(.*?)```", section, re.S)
+    commands = re.search(r"```bash\n(.*?)```", section, re.S)[1]
     tiny = [*SMALL, *"--iterations 1 --inner-steps 1 --eval-steps 1 --eval-tasks 1 --out runs".split()]
     own_folder(tmp_path / "january", 12), own_folder(tmp_path / "february", 12)
     own_folder(tmp_path / "march/labelled", 5, 1), own_folder(tmp_path / "march/images", 5, 6)
@@ -3479,8 +3478,6 @@ def test_readme_next_dataset(tmp_path, monkeypatch, forks, capsys):
             program, script, *args = command.split()
             assert (program, script) == ("bash", "run.sh")
             data_prep.main(args if args[0] == "classify" else ["launch", *args, *tiny])  # of two values the later counts
-    masked = lambda text: {re.sub(r"[\d.]+", "#", line) for line in text.splitlines() if "/" not in line}
-    assert len(masked(shown)) > 2 and masked(shown) - {"#"} <= masked(capsys.readouterr().out)  # "#" was "..."
     assert sorted(p.name for p in tmp_path.iterdir()) == ["march", "predictions.csv", "runs"]
 
 
