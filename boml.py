@@ -726,7 +726,7 @@ def adapted_curvature(theta: Params, batches, alpha, k, a: float, cfg: Config, n
     for name in support_sums:
         s, q = (tuple(f / tasks for f in sum_over_ranks(sums[name]))
                 for sums in (support_sums, query_sums))
-        blocks[name] = q if products else sandwich(s, q, a)  # four pairs
+        blocks[name] = q if products else sandwich(s, q, a)  # four pairs, but for norm
         if cfg.support_hessian:  # a fifth, weighed as the support loss is
             s = (*s[:-1], s[-1] * cfg.shot / cfg.query)
             blocks[name] = add_blocks(blocks[name], s if len(s) == 1 else tuple(f[None] for f in s))
@@ -767,7 +767,7 @@ class Laplace(Posterior):
     def __init__(self, cfg: Config, theta: Params):
         super().__init__(cfg, theta)
         self.support_weight = cfg.shot / cfg.query
-        self.mean = filled(theta, 0.0)  # mu_0, as the authors have it
+        self.mean = filled(theta, 0.0)  # mu_0
         self.blocks: dict[str, Block] = {}  # the precision, less Lambda_0
 
     def penalty(self, theta):
