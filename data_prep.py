@@ -961,9 +961,9 @@ def accuracies(rows) -> dict[str, float]:
 
 
 def verdicts(runs, claims):
-    """Each claim, with left minus right, paired by seed; inconclusive if the 95 % interval holds
-    the margin."""
-    lines = ["| section | claim | left - right | seeds | verdict |", "|-|-|-|-|-|"]
+    """Each claim that the runs speak of, with left minus right, paired by seed; inconclusive if the
+    95 % interval holds the margin."""
+    lines, missing = ["| section | claim | left - right | seeds | verdict |", "|-|-|-|-|-|"], 0
     found = {key: accuracies(rows) for key, rows in runs.items()}
     pattern = r"(\S+) ((\S+) (\w+ \w+) ([<>]) (\S+) (\w+ \w+)(?: ([+-] \d+))?)"
     for section, claim, a, key_a, sign, b, key_b, margin in re.findall(pattern, claims):
@@ -971,12 +971,17 @@ def verdicts(runs, claims):
                  and (b, seed) in found]
         apart = [one.get(key_a, math.nan) - other.get(key_b, math.nan) for one, other in pairs]
         apart = [value for value in apart if not math.isnan(value)]
-        mean, half = sum(apart) / max(len(apart), 1), half_width(apart)
+        if not apart:
+            missing += 1
+            continue
+        mean, half = sum(apart) / len(apart), half_width(apart)
         over = mean - float(margin.replace(" ", "") or 0)
         verdict = "holds" if (over > 0) == (sign == ">") else "fails"
         verdict = verdict if abs(over) > half else "inconclusive"
-        effect = f"{mean:+.1f}{plus_minus(half)}" if apart else "not run"
+        effect = f"{mean:+.1f}{plus_minus(half)}"
         lines.append(f"| {section} | {claim} | {effect} | {len(apart)} | {verdict} |")
+    if missing:
+        lines += ["", f"Claims left out, since their runs are not here or not done: {missing}"]
     return "\n".join(lines)
 
 
