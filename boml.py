@@ -1211,8 +1211,9 @@ def facts_of(data: Dataset) -> dict:
     return dict(name=data.name, kind=data.kind, checksum=data.checksum, **options)
 
 
-def checkpoints(folder: Path, device="cpu"):
-    """The checkpoints of a run that can be read, newest first: path, state."""
+def checkpoints(folder: Path, device="cpu", spare=True):
+    """The checkpoints of a run that can be read, newest first: path, state. Without `spare` a
+    damaged one is refused: the one before it may be an earlier dataset's."""
     for path in (folder / "checkpoint.pt", folder / "checkpoint.before.pt"):
         there = RANK == 0 and path.is_file()
         content = from_first_rank(path.read_bytes() if there else b"", device)
@@ -1227,7 +1228,9 @@ def checkpoints(folder: Path, device="cpu"):
             is_run = all(isinstance(state[key], kind) for key, kind in kinds.items())
             need(is_run, "it is not of a run")
         except Exception as error:  # torch raises almost anything on bad bytes
-            say(f"boml: {path} is damaged ({brief(error)}).")
+            damaged = f"{path} is damaged ({brief(error)})"
+            need(spare, f"{damaged}; name another run, or delete it to use the one before, if any.")
+            say(f"boml: {damaged}.")
         else:
             yield path, state
 
@@ -1351,16 +1354,16 @@ def parse(argv):
     return args
 
 
-def learned(args) -> dict[str, dict]:
-    """What identifies the datasets that the run has learned, by their names."""
+def begun(args) -> tuple[list[dict], int]:
+    """What identifies the datasets of the run so far, and how many of them it has learned."""
     _, state = next(checkpoints(args.folder), (None, None))
-    facts = state["learned"][: state["stage"]] if state and not args.fresh else []
-    return {each["name"]: each for each in facts}
+    return (state["learned"], state["stage"]) if state and not args.fresh else ([], 0)
 
 
 def load_sequence(args, device="cpu"):
     """The datasets of a run; of those that it has learned, the images may be gone."""
-    job, sequence, known = args.job, [], learned(args)
+    job, sequence, (listed, stage) = args.job, [], begun(args)
+    known = {each["name"]: each for each in listed[:stage]}  # learned
     for name, setting in args.sequence:
         path = Path(name) if name.endswith(".npz") else args.data / f"{name}.npz"
         if path.stem in known and not path.exists():
@@ -1390,7 +1393,8 @@ def starting_point(args):
     another = folder.resolve() != args.folder.resolve()
     if another and not args.fresh and any(checkpoints(args.folder)):
         return None
-    _, state = next(checkpoints(folder, args.device), (None, {"settings": {}, "iteration": 0}))
+    none = {"settings": {}, "iteration": 0}
+    _, state = next(checkpoints(folder, args.device, spare=False), (None, none))
     wanted = dataclasses.asdict(args.job.cfg) | {"method": args.method}
     same = [state["settings"].get(key) == wanted[key]
             for key in ("method", "way", "channels", "filters")]

@@ -569,9 +569,9 @@ def make(name: str, raw: Path | None, data: Path) -> Path:
     else:
         try:
             items, source = list(UNPACK[name](raw, data / "raw")), "supplied" if raw else "downloaded"
-        except (Problem, Unreachable):
-            raise
         except Exception as error:  # the readers of archives raise almost anything on bad bytes
+            if isinstance(error, (Problem, Unreachable)) or getattr(error, "errno", None):
+                raise  # the last: a full disk, a file that may not be read
             raise Problem(f"{name}: its archive is damaged or not in the official layout "
                           f"({brief(error)}); get it again.")
     items.sort(key=lambda item: item[0])
@@ -601,8 +601,9 @@ def prepare(name: str, raw: Path | None, data: Path) -> bool:
         print(row(name, f"{len(classes):,}", f"{len(labels):,}", origin[-1], state), flush=True)
         return True
     except Unreachable as error:
-        print(row(name, "-", "-", "-", f"missing: {error}."), flush=True)
-        return False
+        there = path.exists()
+        print(row(name, "-", "-", "-", f"{'kept' if there else 'missing'}: {error}."), flush=True)
+        return there
 
 
 # ------------------------------------------------------------------------------ One's own folders
@@ -654,7 +655,7 @@ def pack_folder(path: Path, cfg: boml.Config, data: Path) -> Path:
     order = np.argsort([hashlib.md5(os.fsencode(name)).hexdigest() for name in classes])
     split = np.empty(n, "U5")
     split[order] = np.repeat(boml.SPLITS, (n - test - val, val, test))
-    packed = data / f"{path.resolve().name}.npz"
+    packed = data / f"{Path(os.path.abspath(path)).name}.npz"  # a link's own name
     need(not packed.exists(), f"two datasets are named {packed.stem}; leave out or rename one.")
     np.savez(packed, images=images, labels=labels, classes=classes, split=split, origin=["own"])
     return packed
@@ -721,13 +722,15 @@ def prepare_runs(lines: list[list[str]], folder: Path) -> list:
          "--methods, --seeds or --past-weight repeats one; give each once.")
     data, cfg = todo[0].data, todo[0].job.cfg
     need(data.is_dir() or not data.exists(), f"--data {data} is not a folder; name another.")
-    learned, names = [boml.learned(args) for args in todo], []
-    for name, _ in todo[0].sequence:
+    begun, names = [boml.begun(args) for args in todo], []
+    learned = [[each["name"] for each in listed[:stage]] for listed, stage in begun]
+    for j, (name, _) in enumerate(todo[0].sequence):
         stand_in = boml.DATASETS.get(name, boml.OWN).stand_in
+        kinds = [each["kind"] for listed, _ in begun for each in listed[j : j + 1]]
         if name not in boml.DATASETS:
             if name and Path(name).is_dir():
                 name = str(pack_folder(Path(name), cfg, folder))
-        elif any(stand_in in each for each in learned):
+        elif stand_in and "generated" in kinds:
             name = stand_in
         elif not all(name in each for each in learned) and not prepare(name, None, data):
             lack = [args.job.name for args, each in zip(todo, learned) if name not in each]
@@ -811,6 +814,7 @@ def read_records(folder, settings=None):
                      and 0 < r["stage"] <= r["stages"] and r["evaluated"] in r["datasets"]
                      and r["newest"] and r["way"] and r["revision"] and r["seed"] >= 0
                      and r["method"] == r["variant"].partition("@")[0]
+                     and isinstance(r["settings"], str) and isinstance(r["revision"], str)
                      and path.parent.name == f"{r['variant']}-{r['seed']}", "a value")
             if rows:
                 found[path] = rows
@@ -1082,8 +1086,11 @@ def report(folder: Path) -> str:
     if not runs:
         return f"{folder} holds no evaluation yet"
     first, text = next(iter(runs.values()))[0], table(runs)
-    claims = {"omniglot": TASK_CLAIMS, "run": ""}.get(first["experiment"], CLAIMS)
-    claims = spell_out(claims, first["datasets"][:-1])
+    names, claims = first["datasets"], ""  # none on datasets of one's own
+    if first["experiment"] == "omniglot":
+        claims = TASK_CLAIMS
+    elif first["experiment"] != "run" and set(names) <= boml.DATASETS.keys():
+        claims = spell_out(CLAIMS, names[:-1])
     judged = f"\n{verdicts(runs, claims)}\n" if claims else ""
     vary = {v.partition("@")[0] for v, _ in runs if "@" in v}
     plain = {key: rows for key, rows in runs.items() if "@" not in key[0]}
@@ -1125,7 +1132,7 @@ def classify(argv: list[str]):
         need(path and path.is_dir(), f"classify needs --{name}, a folder; it is {path}.")
     result = Path("predictions.csv")
     need(not result.exists(), f"{result} is here already; move it away.")
-    _, state = next(boml.checkpoints(args.source), (None, None))
+    _, state = next(boml.checkpoints(args.source, spare=False), (None, None))
     need(state, f"{args.source} has no checkpoint that can be read.")
     settings, ended = state["settings"], state["iteration"] == 0
     learned = state["learned"][state["stage"] - ended]  # the dataset it was last trained on
@@ -1136,6 +1143,7 @@ def classify(argv: list[str]):
     k = learned["eval_steps"] if args.eval_steps is None else args.eval_steps
     boml.check("inner_rate", alpha, 0)
     boml.check("eval_steps", k, 1)
+    need(cfg.channels in (1, 3), f"{args.source} has {cfg.channels} channels; pictures have 1 or 3.")
     x_s, y_s, classes = read_classes(args.labelled, cfg.channels)
     n, files, x_q = len(classes), [], []
     need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
@@ -1155,14 +1163,15 @@ def classify(argv: list[str]):
 
 def write_predictions(result: Path, classes: list[str], files: list[Path], chances: np.ndarray):
     """A line for each image, printed and in a file; the accuracy, where folders name classes."""
-    right = []
-    with open(result, "x", newline="", errors="backslashreplace") as file:
-        csv.writer(file).writerow(["file", "class", *classes])
-        for name, p in zip(files, chances):
-            guess = classes[p.argmax()]
-            csv.writer(file).writerow([name, guess, *(f"{v:.4f}" for v in p)])
-            print(f"{str(name):40} {guess:24} {max(p):.2f}")
-            right += [name.parts[0] == guess] if name.parts[0] in classes else []
+    right, text = [], io.StringIO()
+    csv.writer(text).writerow(["file", "class", *classes])
+    for name, p in zip(files, chances):
+        guess = classes[p.argmax()]
+        csv.writer(text).writerow([name, guess, *(f"{v:.4f}" for v in p)])
+        print(f"{str(name):40} {guess:24} {max(p):.2f}")
+        right += [name.parts[0] == guess] if name.parts[0] in classes else []
+    with boml.replacing(result) as file:
+        file.write(text.getvalue().encode(errors="backslashreplace"))
     print(f"{result} is written")
     if right:
         print(f"right for {np.mean(right):.1%} of {len(right)} images in folders of these classes")
@@ -1202,8 +1211,8 @@ def main(argv: list[str]):
     for name in args.names:
         need(name in COUNTS, f"{name!r} is not a dataset; choose from {', '.join(COUNTS)}.")
     need(not args.raw or args.raw.is_dir(), f"--raw {args.raw} is not a folder.")
-    for name in args.names or UNPACK:
-        prepare(name, args.raw, args.data)
+    lacking = [n for n in args.names or UNPACK if not prepare(n, args.raw, args.data)]
+    need(not (args.names and lacking), f"{', '.join(lacking)}: missing, for the reason above.")
 
 
 if __name__ == "__main__":

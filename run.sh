@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
+here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 python=$here/.venv/bin/python
 
 case ${1-} in
@@ -21,7 +21,9 @@ TXT
     exit 2 ;;
 esac
 
-# The pinned packages are listed once, at the top of boml.py, and installed once.
+# The pinned packages are listed once, at the top of boml.py, and installed once: a second call waits.
+exec 9< "$here"
+flock 9 || true
 packages=$(sed -n 's|^#   "\(.*\)",$|\1|p' "$here/boml.py")
 if [ "$(cat "$here/.venv/installed" 2>/dev/null)" != "$packages" ] || ! "$python" -c '' 2>/dev/null; then
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "run.sh needs Python 3.11 or later" >&2; exit 2; }
@@ -30,6 +32,7 @@ if [ "$(cat "$here/.venv/installed" 2>/dev/null)" != "$packages" ] || ! "$python
   "$python" -m pip install --quiet --disable-pip-version-check $packages
   echo "$packages" > "$here/.venv/installed"
 fi
+exec 9<&-
 
 case $1 in
   test) exec "$python" -m pytest "$here/test_boml.py" -q "${@:2}" ;;

@@ -2681,6 +2681,17 @@ def test_classes_are_told_as_in_an_evaluation(method, classes, fake_data, tmp_pa
     assert_close(np.array([[float(v) for v in row[2:]] for row in rows[1:]]), expected.detach(), rtol=0, atol=2e-4)
 
 
+def test_predictions_on_a_full_disk(tmp_path, monkeypatch, capsys):
+    """Predictions that cannot be written leave no file in the way of the next attempt."""
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="predictions.csv cannot be written .*No space left on device"):
+        data_prep.write_predictions(tmp_path / "predictions.csv", ["a"], [Path("x.png")], np.ones((1, 1)))
+    assert not list(tmp_path.iterdir())
+
+
 def test_classify_takes_the_dataset_it_was_trained_on(fake_data, tmp_path, monkeypatch, capsys):
     """The network of a run that was stopped adapts as its newest dataset does, not as one that is still to come."""
     line = ["run", "--sequence", "omniglot,cifar_fs", "--data", fake_data, *SMALL, "--methods", "maml", "--out", tmp_path]
@@ -2957,6 +2968,12 @@ def put(folder, *records):
 TWO = [[0.8, 0.3], [0.6, 0.5]]  # the accuracies of a run on two datasets
 
 
+@pytest.fixture
+def known(monkeypatch):
+    """Made-up datasets count as the paper's."""
+    monkeypatch.setattr(boml, "DATASETS", dict.fromkeys(["d0", "d1", "d2"], boml.OWN))
+
+
 def test_table_of_made_up_records(tmp_path):
     """The table has the means right after each dataset's own stage and after the last, with the interval over seeds."""
     values = [[[0.8, 0.3], [0.6, 0.5]], [[0.9, 0.3], [0.5, 0.7]], [[0.85, 0.3], [0.55, 0.6]]]
@@ -3097,7 +3114,7 @@ def test_claim_comes_out_each_way(name, section, a, key_a, sign, b, key_b, margi
         assert row[2].startswith(shown) and "inf" not in row[2], (apart, row)
 
 
-def test_claims_are_paired_over_seeds(tmp_path):
+def test_claims_are_paired_over_seeds(tmp_path, known):
     """A claim that compares methods takes the difference seed by seed, of the seeds that both have finished."""
     runs = [made_up(m, s, [[0.8, 0.3], [0.3 + gain + 0.2 * s, 0.5]])
             for m, gain in (("maml", 0), ("bomla", 0.1)) for s in (0, 1, 2)]
@@ -3109,13 +3126,21 @@ def test_claims_are_paired_over_seeds(tmp_path):
     assert "\n| 6.1 | bomla end d0 > maml end d0 | +10.0 ± 0.0 | 3 | holds |\n" in found
 
 
-def test_claims_speak_of_each_past_dataset(tmp_path):
+def test_claims_speak_of_each_past_dataset(tmp_path, known):
     """Forgetting is judged for each dataset but the last: what one gains does not make up for what another loses."""
     put(tmp_path, *(made_up("maml", s, [[0.9, 0.3, 0.3], [0.9, 0.5, 0.3], [0.7, 0.8, 0.5]]) for s in range(3)))
     data_prep.report(tmp_path)
     found = [row for row in (tmp_path / "report.md").read_text().split("\n") if "| maml own d" in row]
     assert found == ["| 6.1 | maml own d0 > maml end d0 | +20.0 ± 0.0 | 3 | holds |",
                      "| 6.1 | maml own d1 > maml end d1 | -30.0 ± 0.0 | 3 | fails |"]
+
+
+def test_other_datasets_have_no_claims(tmp_path):
+    """A triathlon of which one dataset is the user's own is not held against the paper."""
+    rows = made_up("maml", 0, TWO)
+    put(tmp_path, [r | dict(datasets=["my-own", "d1"], evaluated=r["evaluated"].replace("d0", "my-own")) for r in rows])
+    assert "| 80.0 -> 60.0 | 50.0 |" in data_prep.report(tmp_path)
+    assert "claim" not in (tmp_path / "report.md").read_text().lower()
 
 
 def test_claims_of_a_task_sequence(tmp_path):
@@ -3129,7 +3154,7 @@ def test_claims_of_a_task_sequence(tmp_path):
     assert "\n| BomLA | 3 | 55.1 ± 0.2 | 65.1 ± 0.2 | 75.1 ± 0.2 | 85.1 ± 0.2 |\n" in table
 
 
-def test_report_needs_only_the_records(tmp_path, capsys):
+def test_report_needs_only_the_records(tmp_path, capsys, known):
     """The report of every experiment in a folder comes from its records alone."""
     put(tmp_path / "triathlon", *(made_up("maml", s, [[0.9, 0.3], [0.4 + 0.01 * s, 0.5]]) for s in range(3)))
     put(tmp_path / "run", made_up("toe", 0, TWO, experiment="run"))
@@ -3177,6 +3202,9 @@ FOREIGN = {
     "unknown method": made_up("bomla", 0, TWO, method="reptile"),
     "no stage": [{k: v for k, v in row.items() if k != "stage"} for row in made_up("bomla", 0, TWO)],
     "seed of letters": made_up("maml", "zero", TWO),
+    "no settings": [{k: v for k, v in row.items() if k != "settings"} for row in made_up("bomla", 0, TWO)],
+    "settings in a list": made_up("bomla", 0, TWO, settings=["a"]),
+    "revision of a number": made_up("bomla", 0, TWO, revision=3),
     "other datasets": made_up("bomla", 0, TWO, datasets=["e0", "e1"], evaluated="e0", settings="87654321"),
 }
 
@@ -3564,8 +3592,12 @@ def bad_things(fake_data, tmp_path_factory):
     work_here("run", "--sequence", "omniglot", "--data", fake_data, *SMALL, "--methods", "maml", "--out", here)
     for name in ("unreadable", "foreign"):
         (here / name).mkdir()
+        shutil.copy(here / "run/maml-0/checkpoint.pt", here / name / "checkpoint.before.pt")
         state = state_of(here / "run/maml-0") | dict(theta=5)
         (here / name / "checkpoint.pt").write_bytes(b"hello" if name == "unreadable" else saved(state))
+    (here / "two").mkdir()
+    state["settings"]["channels"] = 2
+    (here / "two/checkpoint.pt").write_bytes(saved(state | dict(theta={})))
     put(here / "reported" / "run", made_up("maml", 0, TWO))
     (here / "reported" / "run" / "report.md").mkdir()
     return here
@@ -3659,8 +3691,10 @@ BAD = [  # a command line, and what its sentence says
     # results
     bad("run --sequence omniglot --out text", "Not a directory: 'text/run'"),
     bad("run --sequence omniglot --methods maml --start-from gone", "--start-from gone is not the folder of another run of maml"),
-    bad("run --sequence omniglot --methods maml --start-from unreadable", "is not the folder of another run of maml"),
-    bad("run --sequence omniglot --methods maml --start-from foreign", "is not the folder of another run of maml"),
+    bad("run --sequence omniglot --filters 4 --methods maml --start-from unreadable", "unreadable/checkpoint.pt is damaged "
+        "(File is not a zip file); name another run, or delete it to use the one before, if any."),
+    bad("run --sequence omniglot --filters 4 --methods maml --start-from foreign", "foreign/checkpoint.pt is damaged "
+        "(it is not of a run); name another run, or delete it"),
     bad("run --sequence omniglot --methods maml --start-from run/maml-0", "another run of maml with the same --way, --channels and --filters"),
     bad("run --sequence omniglot --filters 4 --start-from run/maml-0 --methods bomla", "not the folder of another run"),
     bad("run --sequence omniglot --filters 4 --start-from run/maml-0 --methods maml,bomvi", "another run of bomvi"),
@@ -3673,8 +3707,9 @@ BAD = [  # a command line, and what its sentence says
     bad("classify", "classify needs --from, a folder; it is None"),
     bad(TELL + " --from gone", "classify needs --from, a folder; it is gone"),
     bad(TELL + " --from none", "none has no checkpoint that can be read"),
-    bad(TELL + " --from unreadable", "unreadable has no checkpoint that can be read"),
-    bad(TELL + " --from foreign", "foreign has no checkpoint that can be read"),
+    bad(TELL + " --from unreadable", "unreadable/checkpoint.pt is damaged (File is not a zip file); name another run"),
+    bad(TELL + " --from foreign", "foreign/checkpoint.pt is damaged (it is not of a run); name another run"),
+    bad(TELL + " --from two", "two has 2 channels; pictures have 1 or 3"),
     bad(TELL + " --labelled text", "classify needs --labelled, a folder; it is text"),
     bad(TELL + " --labelled none", "none has 0 class folders; the network of run/maml-0 can tell 2 to 5"),
     bad(TELL + " --labelled one", "one has 1 class folders; the network of run/maml-0 can tell 2 to 5"),
@@ -3702,9 +3737,8 @@ def test_bad_input(line, sentence, bad_things, fake_data, monkeypatch, capsys):
         line = ["launch", *line[:1], "--data", str(fake_data), "--query", "2", "--out", "nowhere", *line[1:]]
     with pytest.raises(SystemExit) as end:
         boml.one_sentence(data_prep.main, line)
-    *damage, said = capsys.readouterr().err.splitlines()
+    said, = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and re.match("boml: .", said) and sentence in said
-    assert all(re.fullmatch(r"boml: \S+/checkpoint.pt is damaged \(.*\)\.", other) for other in damage)
     assert sorted(bad_things.rglob("*")) == before
 
 
@@ -3779,6 +3813,13 @@ def test_own_folder_joins_a_sequence(fake_data, tmp_path, forks, capsys):
     text = capsys.readouterr().out
     assert "my_images (own): 5/2/5 classes, 48 images" in text and "run, real and own data" in text
     assert {r["evaluated"] for r in rows_of(tmp_path / "out/run/maml-0/record.jsonl")} == {"omniglot", "my_images"}
+
+
+def test_linked_folder_goes_by_its_own_name(tmp_path):
+    """A link to a folder is a dataset by the link's name, by which it may be gone later."""
+    own_folder(tmp_path / "2024", 12)
+    (tmp_path / "january").symlink_to(tmp_path / "2024")
+    assert data_prep.pack_folder(tmp_path / "january", toy_config(way=5), tmp_path) == tmp_path / "january.npz"
 
 
 @pytest.mark.parametrize("change", [
@@ -4123,9 +4164,32 @@ def test_damaged_archive(name, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("data/*"))
 
 
+def test_archive_on_a_full_disk(tmp_path, monkeypatch):
+    """An error of the machine, not of the bytes, is not called a damaged archive."""
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(data_prep.UNPACK, "cifar_fs", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        data_prep.make("cifar_fs", None, tmp_path)
+
+
+def test_dataset_that_is_there_is_kept(fake_data, tmp_path, capsys):
+    """A dataset that is there and whose archive is not is said to be kept, and is."""
+    shutil.copy(fake_data / "cifar_fs.npz", tmp_path)
+    before = (tmp_path / "cifar_fs.npz").read_bytes()
+    data_prep.main(["cifar_fs", "--raw", str(tmp_path), "--data", str(tmp_path)])
+    assert f"kept: cifar-100-binary.tar.gz is not in {tmp_path}" in capsys.readouterr().out
+    assert (tmp_path / "cifar_fs.npz").read_bytes() == before
+
+
 def test_missing_archive_is_named(tmp_path, capsys):
-    """An archive that is not in the folder is named in the table, and nothing is downloaded for it."""
-    data_prep.main(["cifar_fs", "--raw", str(tmp_path), "--data", str(tmp_path / "data")])
+    """An archive that is not in the folder is named in the table, and nothing is downloaded for it; if its dataset was
+    asked for by name, that is an error."""
+    line = ["--raw", str(tmp_path), "--data", str(tmp_path / "data")]
+    with pytest.raises(boml.Problem, match="^cifar_fs: missing, for the reason above.$"):
+        data_prep.main(["cifar_fs", *line])
+    data_prep.main(line)
     assert f"missing: cifar-100-binary.tar.gz is not in {tmp_path}" in capsys.readouterr().out
     assert not (tmp_path / "data").exists()
 
@@ -4658,6 +4722,18 @@ def test_stand_in_that_is_learned_stays(stand_ins, tmp_path, monkeypatch):
         work_here(*line, "--methods", "maml")
     monkeypatch.setattr(data_prep, "prepare", lambda *_: True)
     assert prepare_for(*line) == ["generated_characters"]
+
+
+@pytest.mark.parametrize("sequence", [["run", "--sequence", "omniglot"], ["omniglot", "--tasks", 1, "--shot", 1]])
+def test_stand_in_that_is_begun_stays(sequence, tmp_path, monkeypatch):
+    """A run stopped before it has learned a stand-in goes on with it, as N-athlon or as task sequence."""
+    cut_off(monkeypatch)
+    line = [*sequence, "--data", tmp_path, *SMALL, "--iterations", 2, "--out", tmp_path]
+    name, = prepare_for(*line)
+    stopped, = runs_of(*line, "--methods", "maml", "--sequence", name)
+    assert not boml.work(stopped, lambda share: True)
+    monkeypatch.setattr(data_prep, "prepare", lambda *_: True)
+    assert name in data_prep.DRAW and prepare_for(*line) == [name]
 
 
 def test_runs_are_told_device_and_schedule(fake_data, monkeypatch):
