@@ -815,6 +815,7 @@ def read_records(folder, settings=None):
                      and r["newest"] and r["way"] and r["revision"] and r["seed"] >= 0
                      and r["method"] == r["variant"].partition("@")[0]
                      and isinstance(r["settings"], str) and isinstance(r["revision"], str)
+                     and float(r["variant"].partition("@")[2] or 0) >= 0
                      and path.parent.name == f"{r['variant']}-{r['seed']}", "a value")
             if rows:
                 found[path] = rows
@@ -829,8 +830,8 @@ def read_records(folder, settings=None):
             print(f"left out: {path} (its settings are others)")
 
     def place(key):  # a method of one's own comes last
-        method = key[0].partition("@")[0]
-        return order.index(method) if method in order else len(order), key
+        method, _, weight = key[0].partition("@")
+        return order.index(method) if method in order else len(order), float(weight or 0), key
 
     return {key: runs[key] for key in sorted(runs, key=place)}
 

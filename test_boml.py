@@ -3202,6 +3202,7 @@ FOREIGN = {
     "unknown method": made_up("bomla", 0, TWO, method="reptile"),
     "no stage": [{k: v for k, v in row.items() if k != "stage"} for row in made_up("bomla", 0, TWO)],
     "seed of letters": made_up("maml", "zero", TWO),
+    "lambda of letters": made_up("bomla@x", 0, TWO),
     "no settings": [{k: v for k, v in row.items() if k != "settings"} for row in made_up("bomla", 0, TWO)],
     "settings in a list": made_up("bomla", 0, TWO, settings=["a"]),
     "revision of a number": made_up("bomla", 0, TWO, revision=3),
@@ -3876,15 +3877,15 @@ def test_alphabets_smaller_than_a_task():
 def test_lambda_study_side_by_side(fake_data, tmp_path):
     """Several values of lambda are runs of their own beside the default's, in one table."""
     work_here("run", "--sequence", "omniglot,mini_quickdraw", "--data", fake_data, "--out", tmp_path, *SMALL,
-              "--iterations", "1", "--methods", "bomla,bomvi", "--past-weight", "1,100,1000")
+              "--iterations", "1", "--methods", "bomla,bomvi", "--past-weight", "1,1000,3,100")
     text = data_prep.report(tmp_path / "run")
     labels = re.findall(r"^\| (.*?) \| 1 \|", text, re.M)
-    assert labels == ["BomLA", "BomLA, lambda = 1", "BomLA, lambda = 1000",
-                      "BomVI", "BomVI, lambda = 100", "BomVI, lambda = 1000"]
+    assert labels == ["BomLA", "BomLA, lambda = 1", "BomLA, lambda = 3", "BomLA, lambda = 1000",
+                      "BomVI", "BomVI, lambda = 3", "BomVI, lambda = 100", "BomVI, lambda = 1000"]
     folders = [path.parent for path in tmp_path.glob("run/*/checkpoint.pt")]
     weights = {folder.name: state_of(folder)["settings"]["past_weight"] for folder in folders}
-    assert weights == {"bomla-0": 100.0, "bomla@1-0": 1.0, "bomla@1000-0": 1000.0,
-                       "bomvi-0": 1.0, "bomvi@100-0": 100.0, "bomvi@1000-0": 1000.0}
+    assert weights == {"bomla-0": 100.0, "bomla@1-0": 1.0, "bomla@3-0": 3.0, "bomla@1000-0": 1000.0,
+                       "bomvi-0": 1.0, "bomvi@3-0": 3.0, "bomvi@100-0": 100.0, "bomvi@1000-0": 1000.0}
 
 
 def test_omniglot_sequence_end_to_end(fake_data, tmp_path):
