@@ -1147,8 +1147,9 @@ def classify(argv: list[str]):
     need(cfg.channels in (1, 3), f"{args.source} has {cfg.channels} channels; pictures have 1 or 3.")
     x_s, y_s, classes = read_classes(args.labelled, cfg.channels)
     n, files, x_q = len(classes), [], []
-    need(2 <= n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} "
-         f"can tell 2 to {cfg.way} apart; for more, train with --way {n}.")
+    need(n >= 2, f"{args.labelled} has {n} class folders; put 2 or more there.")
+    need(n <= cfg.way, f"{args.labelled} has {n} class folders; the network of {args.source} can "
+         f"tell {cfg.way} apart; for more, train with --way {n}.")
     for path in sorted(p for p in args.images.rglob("*") if not p.is_dir()):
         try:
             x_q.append(read_image(path, args.images, cfg.channels))

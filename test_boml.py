@@ -3712,9 +3712,9 @@ BAD = [  # a command line, and what its sentence says
     bad(TELL + " --from foreign", "foreign/checkpoint.pt is damaged (it is not of a run); name another run"),
     bad(TELL + " --from two", "two has 2 channels; pictures have 1 or 3"),
     bad(TELL + " --labelled text", "classify needs --labelled, a folder; it is text"),
-    bad(TELL + " --labelled none", "none has 0 class folders; the network of run/maml-0 can tell 2 to 5"),
-    bad(TELL + " --labelled one", "one has 1 class folders; the network of run/maml-0 can tell 2 to 5"),
-    bad(TELL + " --labelled six", "six has 6 class folders; the network of run/maml-0 can tell 2 to 5 apart; "
+    bad(TELL + " --labelled none", "none has 0 class folders; put 2 or more there."),
+    bad(TELL + " --labelled one", "one has 1 class folders; put 2 or more there."),
+    bad(TELL + " --labelled six", "six has 6 class folders; the network of run/maml-0 can tell 5 apart; "
         "for more, train with --way 6."),
     bad(TELL + " --labelled three --images gone", "classify needs --images, a folder; it is gone"),
     bad(TELL + " --labelled three --images none", "none holds no image that can be read"),
