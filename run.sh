@@ -21,7 +21,8 @@ TXT
     exit 2 ;;
 esac
 
-# The pinned packages are listed once, at the top of boml.py, and installed once: a second call waits.
+# The pinned packages are listed once, at the top of boml.py, and installed once: where flock is,
+# a second call waits.
 exec 9< "$here"
 flock 9 || true
 packages=$(sed -n 's|^#   "\(.*\)",$|\1|p' "$here/boml.py")
